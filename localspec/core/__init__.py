@@ -1,0 +1,1 @@
+"""Records that pass between the stages of a step. They hold tensors but compute nothing."""

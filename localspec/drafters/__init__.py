@@ -1,0 +1,104 @@
+"""Drafters, one file each, found by name. This file holds the Protocol and the finding.
+
+A drafter guesses; it never decides. It reads the device state of the sequences and what it asked of the target's
+hiddens, and may keep planes of its own in the same pages. Siblings do not know each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from localspec.core.cache_spec import CacheSpec
+from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
+from localspec.core.state import Cache, SequenceState
+from localspec.formats import Checkpoint
+from localspec.kernels.ops import Ops
+from localspec.models import Model
+
+
+@dataclass(frozen=True)
+class Depths:
+    """How many tokens each slot may be given. depths: [S] int64, device (0: slot is not drafted for).
+
+    max_depth: host integer at or above every depth; the Draft has this many columns.
+    slots: host list of slots in question. length_bounds: host upper bounds of their lengths, same order.
+    """
+
+    depths: Tensor
+    max_depth: int
+    slots: tuple[int, ...]
+    length_bounds: tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """One way of guessing. Attributes are fixed at construction.
+
+    `origins` are the names under which its tokens are shown and counted. `max_depth` 0 is `off`.
+    """
+
+    name: str
+    origins: tuple[str, ...]
+    max_depth: int
+    needs: HiddenNeeds
+    cache_spec: CacheSpec
+
+    def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
+        """Guess what follows position length-1 of each slot. Reads state, changes only its own cache and buffers."""
+        ...
+
+    def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
+        """See rows that the target ran, after acceptance was applied to `state`.
+
+        A row at position p of slot s is committed, and its next token known, exactly if p + 1 < state.lengths[s];
+        the others must leave nothing that a later read would see.
+        """
+        ...
+
+    def forget(self, slot: int) -> None:
+        """The slot was given to another sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What a drafter module's `build` receives. `checkpoint` and `folder` are None for drafters without weights."""
+
+    ops: Ops
+    model: Model
+    num_slots: int
+    context_limit_tokens: int
+    checkpoint: Checkpoint | None = None
+    folder: Path | None = None
+
+
+class DrafterModule(Protocol):
+    """What a file of this package offers.
+
+    `build` raises ValueError if the checkpoint does not fit. `needs_weights` tells whether it wants a checkpoint;
+    `tiny` makes a small random instance for the conformance tests.
+    """
+
+    needs_weights: bool
+
+    def build(self, setup: DrafterSetup) -> Drafter: ...
+
+    def tiny(self, setup: DrafterSetup) -> Drafter: ...
+
+
+def drafter_names() -> tuple[str, ...]:
+    """Names of all drafters, from the files of this package."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
+
+
+def drafter_module(name: str) -> DrafterModule:
+    """The module of a drafter. Raises ValueError naming what exists."""
+    if name not in drafter_names():
+        raise ValueError(f"drafter {name!r} does not exist; there are {', '.join(drafter_names())}")
+    module: DrafterModule = importlib.import_module(f"{__name__}.{name}")
+    return module

@@ -1,0 +1,192 @@
+"""The operations that models, layers and drafters call, as one Protocol that every back end meets.
+
+Letters: R rows of the step, N x K a weight, H query heads, Hkv key heads, D head size, S slots, P pages of a sequence.
+Row invariance: for R = 1..16 a row's output bits depend on that row and its own cache only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from localspec.kernels.weights import LogicalWeight
+
+Epilogue = Literal["none", "silu_mul", "residual"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm: x * rsqrt(mean(x^2) + eps) * (w + 1 if plus_one else w), float32 inside. weight: [K]."""
+
+    weight: Tensor
+    eps: float
+    plus_one: bool = False
+
+
+class PackedWeight(Protocol):
+    """A weight in the form that one back end reads; opaque to everybody else."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where each row finds its keys. block_tables: [S, P] int32; slots: [R] int64 (-1: padding row, output unused).
+
+    max_key_bound: host integer at or above every `key_end`, for sizing reads.
+    """
+
+    block_tables: Tensor
+    slots: Tensor
+    max_key_bound: int
+
+
+class Ops(Protocol):
+    """One back end. `activation_dtype` is the dtype of x between operations; `device` where tensors live.
+
+    `waits` says whether the host knows device values at once (CPU): then a step may be cut to what was drafted.
+    `prefill_row_multiple`: rows of a prefill chunk are padded to a multiple of this, at their place in the tile.
+    """
+
+    name: str
+    device: torch.device
+    activation_dtype: torch.dtype
+    waits: bool
+    prefill_row_multiple: int
+
+    def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
+        """Stack parts along N into one packed weight. `gated`: two equal parts (gate, up) for `silu_mul`."""
+        ...
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        norm: Norm | None = None,
+        epilogue: Epilogue = "none",
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [R, K] -> [R, N]: optional norm of x first; `silu_mul`: silu(gate) * up, [R, N/2];
+        `residual`: + residual [R, N].
+
+        Accumulates in float32 and rounds once to `out_dtype` (default: activation dtype).
+        """
+        ...
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids [R] int64, table [V, K] (may lie in host memory) -> [R, K] in the activation dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [..., K] -> same shape and dtype."""
+        ...
+
+    def norm_rope(self, x: Tensor, norm: Norm | None, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """x [R, H, D]: optional per-head norm over D, then NeoX rotate-half of the first 2 * len(inv_freq) dims.
+
+        positions [R] int64; inv_freq [rot / 2] float32. Returns the same shape and dtype.
+        """
+        ...
+
+    def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
+        """Write values [R, Hkv, D] to pages [num_pages, 64, Hkv, D] at each row's position, rounded to their dtype.
+
+        Padding rows (slot -1) write nothing that is read.
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        paging: Paging,
+        key_begin: Tensor,
+        key_end: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """q [R, H, D] over keys [key_begin, key_end) of each row's slot -> [R, H, D]. key_begin, key_end: [R] int64.
+
+        Keys are summed in fixed splits of 256 positions merged in order, so a row's bits do not depend on the others
+        nor on how many keys lie beyond its own.
+        """
+        ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up in float32, rounded once."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate) in float32, rounded once."""
+        ...
+
+    def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
+        """Gated DeltaNet mixer between its projections: conv, SiLU, l2 norm, recurrence, gated norm.
+
+        Folds `pending_rows` of the record rings into the state first, then runs the window from there and records it
+        (verify) or runs all rows and stores the state (prefill). Returns [R, HV * V] in the activation dtype.
+        Source of the formulas: Gated DeltaNet (arXiv 2412.06464) and the Qwen3.5 configuration.
+        """
+        ...
+
+    def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
+        """Apply the pending rows of every slot to the state, so that it can be saved. pending_rows: [S] int64."""
+        ...
+
+
+@dataclass(frozen=True)
+class GdnInputs:
+    """Projections of the rows. qkv: [R, 2*HK*DK + HV*DV]; z: [R, HV*DV]; a, b: [R, HV]; the rest as in core Rows."""
+
+    qkv: Tensor
+    z: Tensor
+    a: Tensor
+    b: Tensor
+    kind: Literal["verify", "prefill"]
+    slots: Tensor
+    window_starts: Tensor
+    window_rows: Tensor
+    pending_rows: Tensor
+
+
+@dataclass(frozen=True)
+class GdnWeights:
+    """conv: [C, taps]; a_log, dt_bias: [HV] float32; norm: [DV] (plain w); head counts and sizes."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class GdnState:
+    """Per-slot state of one layer, changed in place.
+
+    recurrent: [S, HV, DV, DK] float32 (K contiguous); conv: [S, C, taps - 1 + ring] pre-activation columns, oldest
+    first; ring_k: [S, ring, HK, DK] float32 normalised keys; ring_u: [S, ring, HV, DV] float32; ring_decay:
+    [S, ring, HV] float32 exp(g). ring = 16 rows, the widest window.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+    ring_k: Tensor
+    ring_u: Tensor
+    ring_decay: Tensor
