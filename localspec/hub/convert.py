@@ -1,0 +1,153 @@
+"""Converts a checked GGUF file into the directory of an installed model. Torch-free (numpy, one tensor at a time).
+
+4-bit and 8-bit blocks of 32 are kept without loss in the `localspec-blocks` form (`formats.blocks` documents it and
+reads it back); half-precision and float32 tensors stay what they are; every other block format is written as its exact
+float32 values. Knows no network and no catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.formats.gguf import Bytes2d, GgufError, GgufFile, GgufTensor
+from localspec.hub import gguf_models, tokenizer_gguf
+from localspec.hub.gguf_models import MappedTensor
+from localspec.hub.layout import write_json
+from localspec.hub.records import HubError
+from localspec.hub.safetensors_write import TensorPlan, write_safetensors
+
+QUANT_METHOD = "localspec-blocks"
+BLOCK_VALUES = 32
+KEPT_METHODS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+PLAIN_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+WEIGHTS_NAME = "model.safetensors"
+
+Array = npt.NDArray[Any]
+
+
+def convert_gguf(
+    source: Path,
+    directory: Path,
+    sampling: Mapping[str, float | int | bool],
+    on_bytes: Callable[[int], None] = lambda n_bytes: None,
+) -> dict[str, str]:
+    """Writes config, tokenizer, generation config and weights into an empty directory.
+
+    `sampling` are defaults for generation_config.json (temperature, top_p, ...). Returns file name -> sha256 of files
+    whose hash is already known. Raises HubError when the file is damaged or its architecture, tokenizer or a tensor is
+    not supported; nothing is written before all of those were checked.
+    """
+    try:
+        with GgufFile(source) as file:
+            return _convert_open_file(file, directory, sampling, on_bytes)
+    except GgufError as error:
+        raise HubError(str(error)) from error
+
+
+def _convert_open_file(
+    file: GgufFile, directory: Path, sampling: Mapping[str, float | int | bool], on_bytes: Callable[[int], None]
+) -> dict[str, str]:
+    name, architecture = gguf_models.architecture_of(file)
+    shape = gguf_models.read_shape(file, name)
+    mapped = gguf_models.map_tensors(file, shape, architecture)
+    tokenizer = tokenizer_gguf.read_tokenizer(file.metadata)
+    if len(tokenizer.tokens) > shape.vocabulary:
+        raise HubError(f"{file.path.name} has {len(tokenizer.tokens)} tokens for {shape.vocabulary} embedding rows")
+    plans, methods = _plan_tensors(file, mapped)
+    config = architecture.config(shape)
+    for role in ("bos", "eos", "pad"):
+        config[f"{role}_token_id"] = tokenizer.special_ids.get(role)
+    config["quantization_config"] = {
+        "quant_method": QUANT_METHOD,
+        "block_size": BLOCK_VALUES,
+        "tensors": dict(sorted(methods.items())),
+    }
+    write_json(directory / "config.json", config)
+    write_json(directory / "tokenizer.json", tokenizer_gguf.tokenizer_json(tokenizer))
+    write_json(
+        directory / "tokenizer_config.json", tokenizer_gguf.tokenizer_config_json(tokenizer, shape.context_tokens)
+    )
+    write_json(directory / "generation_config.json", _generation_config(tokenizer, sampling))
+    return {WEIGHTS_NAME: write_safetensors(directory / WEIGHTS_NAME, plans, on_bytes)}
+
+
+def _generation_config(
+    tokenizer: tokenizer_gguf.GgufTokenizer, sampling: Mapping[str, float | int | bool]
+) -> dict[str, Any]:
+    ids = {f"{role}_token_id": tokenizer.special_ids.get(role) for role in ("bos", "pad")}
+    return {**ids, "eos_token_id": list(tokenizer.eos_ids), **dict(sampling)}
+
+
+def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[TensorPlan], dict[str, str]]:
+    plans: list[TensorPlan] = []
+    methods: dict[str, str] = {}
+    for target in mapped:
+        tensor = file.tensors[target.gguf_name]
+        kind = tensor.type.name
+        if kind in KEPT_METHODS and len(tensor.shape) == 2:
+            methods[target.name] = KEPT_METHODS[kind]
+            plans += _plan_blocks(file, tensor, target)
+        elif kind in PLAIN_DTYPES:
+            plans.append(_plan_plain(file, tensor, target))
+        else:
+            plans.append(_plan_dequantised(file, tensor, target))
+    return plans, methods
+
+
+def _ordered(values: Array, rows: npt.NDArray[np.int64] | None) -> Array:
+    return values if rows is None else values[rows]
+
+
+def _plan_plain(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorPlan:
+    def load() -> Array:
+        raw = file.blocks(tensor).reshape(*tensor.shape, tensor.type.block_bytes)
+        return _ordered(raw, target.rows)
+
+    return TensorPlan(target.name, PLAIN_DTYPES[tensor.type.name], tensor.shape, load)
+
+
+def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorPlan:
+    return TensorPlan(target.name, "F32", tensor.shape, lambda: _ordered(file.dequantise(tensor), target.rows))
+
+
+def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> list[TensorPlan]:
+    """The parts of one quantised weight. Each part reads the blocks again: a map costs nothing, memory does."""
+    n_rows, n_columns = tensor.shape
+    n_blocks = n_columns // BLOCK_VALUES
+    method = KEPT_METHODS[tensor.type.name]
+
+    def rows_of_blocks(first_byte: int, end_byte: int) -> Array:
+        raw = file.blocks(tensor).reshape(n_rows, n_blocks, -1)[:, :, first_byte:end_byte]
+        return _ordered(raw, target.rows)
+
+    def half_plan(part: str, first_byte: int) -> TensorPlan:
+        return TensorPlan(
+            f"{target.name}.{part}", "F16", (n_rows, n_blocks), lambda: rows_of_blocks(first_byte, first_byte + 2)
+        )
+
+    if method == "q8_0":
+        codes = TensorPlan(f"{target.name}.q", "I8", (n_rows, n_columns), lambda: rows_of_blocks(2, 34))
+        return [codes, half_plan("scale", 0)]
+    first_code_byte = 4 if method == "q4_1" else 2
+    codes = TensorPlan(
+        f"{target.name}.q",
+        "U8",
+        (n_rows, n_columns // 2),
+        lambda: consecutive_nibbles(rows_of_blocks(first_code_byte, first_code_byte + 16)),
+    )
+    return [codes, half_plan("scale", 0)] + ([half_plan("min", 2)] if method == "q4_1" else [])
+
+
+def consecutive_nibbles(packed: Bytes2d) -> Bytes2d:
+    """From the file's order (byte i: values i and i + 16 of a block) to ours (byte j: values 2j and 2j + 1).
+
+    [..., 16] u8 -> [..., 16] u8
+    """
+    codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
+    ordered: Bytes2d = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    return ordered

@@ -1,0 +1,216 @@
+"""The directory of an installed model: names, manifest with hashes, atomic publication. Torch-free.
+
+`<data>/models/<model id>/` holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, one or
+more *.safetensors, and the manifest localspec.json. A model is built in `<data>/models/.tmp-<id>-<random>` and renamed,
+so a directory without a dot in front is always complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localspec.hub.records import HubError
+
+LAYOUT_VERSION = 1
+MANIFEST_NAME = "localspec.json"
+TEMPORARY_PREFIX = ".tmp-"
+PARTIAL_DIRECTORY = ".partial"
+READ_BYTES = 4 << 20
+MAX_JSON_BYTES = 64 << 20
+_MODEL_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of an installed model."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """localspec.json. `fingerprint` is the sha256 over the sorted (name, size, sha256) lines; caches use it as key."""
+
+    model_id: str
+    source: str
+    licence: str
+    files: Mapping[str, FileRecord]
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+    layout_version: int = LAYOUT_VERSION
+
+
+def check_model_id(model_id: str) -> str:
+    """Returns the id. Raises HubError unless it is a plain lower-case name that cannot leave its directory."""
+    if not _MODEL_ID.fullmatch(model_id) or ".." in model_id:
+        raise HubError(f"{model_id!r} is not a model id: use lower-case letters, digits, dot, dash and underscore")
+    return model_id
+
+
+def check_file_name(name: str) -> str:
+    """Returns the name. Raises HubError unless it is a plain file name (no folders, no '..', no leading dot)."""
+    if not _FILE_NAME.fullmatch(name) or ".." in name:
+        raise HubError(f"the file name {name!r} is refused: only plain names of letters, digits and ._+- are written")
+    return name
+
+
+def models_directory(data_dir: Path) -> Path:
+    """`<data>/models`, created for this user only."""
+    directory = data_dir / "models"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def fingerprint_of(files: Mapping[str, FileRecord]) -> str:
+    """sha256 over one line a file, sorted by name: `name size sha256`."""
+    lines = [f"{name} {record.size_bytes} {record.sha256}\n" for name, record in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes readable UTF-8 JSON with a stable key order, mode 0600, flushed to disk."""
+    text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+    with open(path, "w", encoding="utf-8", opener=private_opener) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For `open(..., opener=)`: new files belong to this user alone."""
+    return os.open(path, flags, 0o600)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a small JSON file. Raises HubError when it is missing, too large or no JSON object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise HubError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which no JSON file of a model is")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HubError(f"{path} cannot be read as JSON ({error}); pull the model again") from error
+    if not isinstance(document, dict):
+        raise HubError(f"{path} does not hold a JSON object; pull the model again")
+    return document
+
+
+def describe_files(directory: Path, known_sha256: Mapping[str, str] | None = None) -> dict[str, FileRecord]:
+    """Size and hash of each file in a built directory; hashes in `known_sha256` are taken as already computed."""
+    known = known_sha256 or {}
+    records = {}
+    for path in sorted(directory.iterdir()):
+        if path.name != MANIFEST_NAME:
+            digest = known.get(path.name) or sha256_of(path)
+            records[path.name] = FileRecord(path.stat().st_size, digest)
+    return records
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes localspec.json into a built directory."""
+    files = {name: {"size": r.size_bytes, "sha256": r.sha256} for name, r in sorted(manifest.files.items())}
+    document = {
+        "layout_version": manifest.layout_version,
+        "model_id": manifest.model_id,
+        "source": manifest.source,
+        "licence": manifest.licence,
+        "fingerprint": manifest.fingerprint,
+        "notes": list(manifest.notes),
+        "files": files,
+    }
+    write_json(directory / MANIFEST_NAME, document)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads and checks localspec.json. Raises HubError naming what is wrong."""
+    path = directory / MANIFEST_NAME
+    document = read_json(path)
+    if document.get("layout_version") != LAYOUT_VERSION:
+        raise HubError(
+            f"{path} has layout version {document.get('layout_version')!r}, this program reads {LAYOUT_VERSION}; "
+            "remove the model and pull it again"
+        )
+    try:
+        files = {
+            check_file_name(name): FileRecord(_natural(entry["size"]), str(entry["sha256"]))
+            for name, entry in document["files"].items()
+        }
+        manifest = Manifest(
+            model_id=check_model_id(document["model_id"]),
+            source=str(document["source"]),
+            licence=str(document["licence"]),
+            files=files,
+            fingerprint=str(document["fingerprint"]),
+            notes=tuple(str(note) for note in document.get("notes", ())),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise HubError(f"{path} is damaged ({error}); remove the model and pull it again") from error
+    if manifest.fingerprint != fingerprint_of(files):
+        raise HubError(f"{path} does not fit its own fingerprint; remove the model and pull it again")
+    return manifest
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+@contextmanager
+def building(data_dir: Path, model_id: str) -> Iterator[Path]:
+    """A fresh private directory to build a model in; removed when the block raises (`publish` moves it away)."""
+    parent = models_directory(data_dir)
+    directory = parent / f"{TEMPORARY_PREFIX}{check_model_id(model_id)}-{secrets.token_hex(4)}"
+    directory.mkdir(mode=0o700)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def publish(directory: Path, manifest: Manifest, data_dir: Path) -> Path:
+    """Writes the manifest and renames the built directory into place; an older version of the model is replaced.
+
+    Returns the final directory. The old version is renamed away first and deleted last, so that at every moment either
+    the old or the new model (or, for the length of one rename, none) is there, never a mixture.
+    """
+    write_manifest(directory, manifest)
+    target = models_directory(data_dir) / check_model_id(manifest.model_id)
+    old = target.with_name(f"{TEMPORARY_PREFIX}{target.name}-{secrets.token_hex(4)}-old")
+    if target.is_symlink() or target.exists():
+        target.rename(old)
+    directory.rename(target)
+    _sync_directory(target.parent)
+    if old.is_symlink():
+        old.unlink()
+    else:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,213 @@
+"""GGUF to our layout: exact weights, row order, config, tokenizer; and files that must be refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hub_gguf_samples import Q, SampleModel, vocabulary, write_model
+from safetensors.numpy import load_file
+
+from localspec.hub.convert import convert_gguf
+from localspec.hub.gguf_models import rope_row_order
+from localspec.hub.records import HubError
+
+HUB_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def hub_name(gguf_name: str) -> str:
+    parts = gguf_name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{HUB_NAMES[parts[2]]}.{parts[3]}"
+    return f"{HUB_NAMES[parts[0]]}.{parts[1]}"
+
+
+def convert(tmp_path: Path, model: SampleModel, seed: int = 0) -> tuple[Path, dict[str, np.ndarray]]:
+    values = write_model(tmp_path / "m.gguf", model, seed)
+    out = tmp_path / "out"
+    out.mkdir()
+    convert_gguf(tmp_path / "m.gguf", out, {"temperature": 0.5})
+    return out, values
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / name).read_text())
+
+
+def interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
+    """The reorder that converters to GGUF apply to q and k rows of `llama`."""
+    split = rows.reshape(n_heads, 2, rows.shape[0] // n_heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize(("n_rows", "n_heads"), [(64, 4), (24, 3), (2, 1), (192, 3)])
+def test_row_order_undoes_the_interleaving(n_rows: int, n_heads: int) -> None:
+    rows = np.arange(n_rows * 5).reshape(n_rows, 5)
+    np.testing.assert_array_equal(interleave(rows, n_heads)[rope_row_order(n_rows, n_heads)], rows)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("weight_type", [Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q5_0, Q.F16, Q.BF16, Q.F32], ids=lambda q: q.name)
+def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    from localspec.formats.blocks import dequantise, methods_by_name
+
+    pre = {"llama": "smollm", "qwen2": "qwen2"}[architecture]
+    model = SampleModel(architecture=architecture, pre=pre, weight_type=weight_type, tied=False)
+    out, values = convert(tmp_path, model)
+    tensors = load_torch(out / "model.safetensors")
+    methods = methods_by_name(read(out, "config.json")["quantization_config"])
+    for gguf_name, expected in values.items():
+        name = hub_name(gguf_name)
+        ours = dequantise(tensors, name) if name in methods else tensors[name].float()
+        if architecture == "llama" and ("attn_q" in gguf_name or "attn_k" in gguf_name):
+            n_heads = model.n_heads if "attn_q" in gguf_name else model.n_kv_heads
+            ours = torch.from_numpy(interleave(ours.numpy(), n_heads))
+        assert torch.equal(ours, torch.from_numpy(expected)), name
+    n_stored = len(tensors) - sum(2 if m == "q4_1" else 1 for m in methods.values())
+    assert n_stored == len(values)
+
+
+def test_kept_blocks_are_as_small_as_in_the_file(tmp_path: Path) -> None:
+    out, _ = convert(tmp_path, SampleModel(weight_type=Q.Q4_1))
+    tensors = load_file(out / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert tensors[f"{name}.q"].dtype == np.uint8 and tensors[f"{name}.q"].shape == (96, 32)
+    assert tensors[f"{name}.scale"].dtype == np.float16 and tensors[f"{name}.scale"].shape == (96, 2)
+    assert tensors[f"{name}.min"].shape == (96, 2)
+    assert tensors["model.embed_tokens.weight.q"].dtype == np.int8
+    assert oct((out / "model.safetensors").stat().st_mode & 0o777) == "0o600"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("architecture", "pre"), [("llama", "smollm"), ("qwen2", "qwen2")])
+def test_config_is_understood_by_transformers(tmp_path: Path, architecture: str, pre: str) -> None:
+    from transformers import AutoConfig
+
+    out, _ = convert(tmp_path, SampleModel(architecture=architecture, pre=pre))
+    document = read(out, "config.json")
+    config = AutoConfig.for_model(**{k: v for k, v in document.items() if k != "quantization_config"})
+    assert config.model_type == architecture
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 96, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert config.rope_parameters["rope_theta"] == 100_000.0
+    assert document["rms_norm_eps"] == 1e-5
+    assert document["tie_word_embeddings"] is True
+    written = set(config.to_dict())
+    assert set(document) - {"quantization_config"} <= written
+
+
+def test_generation_config_has_all_end_tokens_and_the_sampling_defaults(tmp_path: Path) -> None:
+    out, _ = convert(tmp_path, SampleModel())
+    document = read(out, "generation_config.json")
+    assert document == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2, 0], "temperature": 0.5}
+
+
+def test_tokenizer_config(tmp_path: Path) -> None:
+    out, _ = convert(tmp_path, SampleModel())
+    document = read(out, "tokenizer_config.json")
+    assert document["chat_template"].startswith("{% for m in messages %}")
+    assert (document["bos_token"], document["eos_token"], document["unk_token"]) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    assert document["added_tokens_decoder"]["1"]["special"] is True
+
+
+def tokenizer_of(out: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(out / "tokenizer.json"))
+
+
+def test_smollm_splits_digits_before_merging(tmp_path: Path) -> None:
+    """Other converters drop the split and would use the merge '1 2'."""
+    out, _ = convert(tmp_path, SampleModel(pre="smollm"))
+    assert tokenizer_of(out).encode("the 1212").tokens == ["t", "he", "Ġ", "1", "2", "1", "2"]
+
+
+def test_qwen2_splits_digits_by_its_pattern(tmp_path: Path) -> None:
+    out, _ = convert(tmp_path, SampleModel(architecture="qwen2", pre="qwen2"))
+    assert tokenizer_of(out).encode("in the 12").tokens == ["i", "n", "Ġthe", "Ġ", "1", "2"]
+
+
+def test_qwen2_normalises_to_nfc_and_smollm_does_not(tmp_path: Path) -> None:
+    composed, decomposed = "\u00e9", "e\u0301"
+    out, _ = convert(tmp_path, SampleModel(architecture="qwen2", pre="qwen2"))
+    qwen = tokenizer_of(out)
+    assert qwen.encode(decomposed).ids == qwen.encode(composed).ids
+    (tmp_path / "2").mkdir()
+    out, _ = convert(tmp_path / "2", SampleModel(pre="smollm"))
+    smollm = tokenizer_of(out)
+    assert smollm.encode(decomposed).ids != smollm.encode(composed).ids
+
+
+@pytest.mark.parametrize(("architecture", "pre"), [("llama", "smollm"), ("qwen2", "qwen2")])
+def test_special_tokens_are_whole_and_text_comes_back(tmp_path: Path, architecture: str, pre: str) -> None:
+    model = SampleModel(architecture=architecture, pre=pre)
+    out, _ = convert(tmp_path, model)
+    tokenizer, (tokens, _kinds) = tokenizer_of(out), vocabulary(model)
+    encoding = tokenizer.encode("<|im_start|>the<tool_call>")
+    assert encoding.ids == [1, *[tokens.index(t) for t in ("t", "he")], tokens.index("<tool_call>")]
+    assert tokenizer.decode(encoding.ids) == "the<tool_call>"  # control tokens are special, user-defined ones are text
+    for text in ("  the\t\n\n x", "zwj \U0001f469\u200d\U0001f4bb!", "a\u00a0b 12345 ...", "", "\u4f60\u597d"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_unused_rows_are_not_tokens(tmp_path: Path) -> None:
+    model = SampleModel(n_unused_tokens=5)
+    out, _ = convert(tmp_path, model)
+    assert tokenizer_of(out).get_vocab_size() == len(vocabulary(model)[0]) - 5
+    assert read(out, "config.json")["vocab_size"] == len(vocabulary(model)[0])
+
+
+REFUSED = {
+    "architecture": (SampleModel(architecture="falcon"), "architecture 'falcon'; GGUF import supports llama, qwen2"),
+    "pre-tokenizer": (SampleModel(pre="deepseek-r1"), "'deepseek-r1' is not known; supported are qwen2, smollm"),
+    "missing tensor": (SampleModel(leave_out=frozenset({"blk.1.ffn_up.weight"})), "no tensor 'blk.1.ffn_up.weight'"),
+    "no embedding": (SampleModel(leave_out=frozenset({"token_embd.weight"})), "no token embedding"),
+    "rope scaling": (SampleModel(extra_metadata={"llama.rope.scaling.type": "yarn"}), "rope scaling 'yarn'"),
+    "odd heads": (SampleModel(extra_metadata={"llama.attention.key_length": 999}), "4 heads of 999"),
+    "head size": (SampleModel(extra_metadata={"llama.attention.key_length": 32}), "attn_k.weight has shape"),
+}
+
+
+@pytest.mark.parametrize(("model", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_unsupported_files_are_refused_before_anything_is_written(
+    tmp_path: Path, model: SampleModel, message: str
+) -> None:
+    write_model(tmp_path / "m.gguf", model)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(HubError, match=message):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", SampleModel(architecture="qwen2", pre="qwen2"))
+    raw = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(raw.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(HubError, match=r"unknown tensor 'blk\.0\.ffn_xx\.weight'"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
+
+
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", SampleModel())
+    raw = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(raw[:-100])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(HubError, match="does not lie inside the file"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
