@@ -19,7 +19,8 @@ from localspec.hub import gguf_models, tokenizer_gguf
 from localspec.hub.gguf_models import MappedTensor
 from localspec.hub.layout import write_json
 from localspec.hub.records import HubError
-from localspec.hub.safetensors_write import TensorPlan, write_safetensors
+from localspec.storage.files import Buffer, as_bytes
+from localspec.storage.safetensors import TensorItem, write_safetensors
 
 QUANT_METHOD = "localspec-blocks"
 BLOCK_VALUES = 32
@@ -35,23 +36,23 @@ def convert_gguf(
     directory: Path,
     sampling: Mapping[str, float | int | bool],
     on_bytes: Callable[[int], None] = lambda n_bytes: None,
-) -> dict[str, str]:
+) -> None:
     """Writes config, tokenizer, generation config and weights into an empty directory.
 
-    `sampling` are defaults for generation_config.json (temperature, top_p, ...). Returns file name -> sha256 of files
-    whose hash is already known. Raises HubError when the file is damaged or its architecture, tokenizer or a tensor is
-    not supported; nothing is written before all of those were checked.
+    `sampling` are defaults for generation_config.json (temperature, top_p, ...); `on_bytes` hears the size of each part
+    that was written. Raises HubError when the file is damaged or its architecture, tokenizer or a tensor is not
+    supported; nothing is written before all of those were checked.
     """
     try:
         with GgufFile(source) as file:
-            return _convert_open_file(file, directory, sampling, on_bytes)
+            _convert_open_file(file, directory, sampling, on_bytes)
     except GgufError as error:
         raise HubError(str(error)) from error
 
 
 def _convert_open_file(
     file: GgufFile, directory: Path, sampling: Mapping[str, float | int | bool], on_bytes: Callable[[int], None]
-) -> dict[str, str]:
+) -> None:
     name, architecture = gguf_models.architecture_of(file)
     shape = gguf_models.read_shape(file, name)
     mapped = gguf_models.map_tensors(file, shape, architecture)
@@ -73,7 +74,7 @@ def _convert_open_file(
         directory / "tokenizer_config.json", tokenizer_gguf.tokenizer_config_json(tokenizer, shape.context_tokens)
     )
     write_json(directory / "generation_config.json", _generation_config(tokenizer, sampling))
-    return {WEIGHTS_NAME: write_safetensors(directory / WEIGHTS_NAME, plans, on_bytes)}
+    write_safetensors(directory / WEIGHTS_NAME, [_counted(item, on_bytes) for item in plans], {"format": "pt"})
 
 
 def _generation_config(
@@ -83,8 +84,8 @@ def _generation_config(
     return {**ids, "eos_token_id": list(tokenizer.eos_ids), **dict(sampling)}
 
 
-def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[TensorPlan], dict[str, str]]:
-    plans: list[TensorPlan] = []
+def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[TensorItem], dict[str, str]]:
+    plans: list[TensorItem] = []
     methods: dict[str, str] = {}
     for target in mapped:
         tensor = file.tensors[target.gguf_name]
@@ -99,23 +100,34 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
     return plans, methods
 
 
+def _counted(item: TensorItem, on_bytes: Callable[[int], None]) -> TensorItem:
+    name, dtype, shape, source = item
+
+    def load() -> Buffer:
+        values = np.ascontiguousarray(source()) if callable(source) else source
+        on_bytes(as_bytes(values).nbytes)
+        return values
+
+    return name, dtype, shape, load
+
+
 def _ordered(values: Array, rows: npt.NDArray[np.int64] | None) -> Array:
     return values if rows is None else values[rows]
 
 
-def _plan_plain(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorPlan:
+def _plan_plain(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorItem:
     def load() -> Array:
         raw = file.blocks(tensor).reshape(*tensor.shape, tensor.type.block_bytes)
         return _ordered(raw, target.rows)
 
-    return TensorPlan(target.name, PLAIN_DTYPES[tensor.type.name], tensor.shape, load)
+    return target.name, PLAIN_DTYPES[tensor.type.name], tensor.shape, load
 
 
-def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorPlan:
-    return TensorPlan(target.name, "F32", tensor.shape, lambda: _ordered(file.dequantise(tensor), target.rows))
+def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorItem:
+    return target.name, "F32", tensor.shape, lambda: _ordered(file.dequantise(tensor), target.rows)
 
 
-def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> list[TensorPlan]:
+def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> list[TensorItem]:
     """The parts of one quantised weight. Each part reads the blocks again: a map costs nothing, memory does."""
     n_rows, n_columns = tensor.shape
     n_blocks = n_columns // BLOCK_VALUES
@@ -125,22 +137,21 @@ def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> li
         raw = file.blocks(tensor).reshape(n_rows, n_blocks, -1)[:, :, first_byte:end_byte]
         return _ordered(raw, target.rows)
 
-    def half_plan(part: str, first_byte: int) -> TensorPlan:
-        return TensorPlan(
-            f"{target.name}.{part}", "F16", (n_rows, n_blocks), lambda: rows_of_blocks(first_byte, first_byte + 2)
-        )
+    def half(part: str, first_byte: int) -> TensorItem:
+        def load() -> Array:
+            return rows_of_blocks(first_byte, first_byte + 2)
+
+        return f"{target.name}.{part}", "F16", (n_rows, n_blocks), load
 
     if method == "q8_0":
-        codes = TensorPlan(f"{target.name}.q", "I8", (n_rows, n_columns), lambda: rows_of_blocks(2, 34))
-        return [codes, half_plan("scale", 0)]
-    first_code_byte = 4 if method == "q4_1" else 2
-    codes = TensorPlan(
-        f"{target.name}.q",
-        "U8",
-        (n_rows, n_columns // 2),
-        lambda: consecutive_nibbles(rows_of_blocks(first_code_byte, first_code_byte + 16)),
-    )
-    return [codes, half_plan("scale", 0)] + ([half_plan("min", 2)] if method == "q4_1" else [])
+        return [(f"{target.name}.q", "I8", (n_rows, n_columns), lambda: rows_of_blocks(2, 34)), half("scale", 0)]
+    first_byte = 4 if method == "q4_1" else 2
+
+    def codes() -> Array:
+        return consecutive_nibbles(rows_of_blocks(first_byte, first_byte + 16))
+
+    parts: list[TensorItem] = [(f"{target.name}.q", "U8", (n_rows, n_columns // 2), codes), half("scale", 0)]
+    return parts + ([half("min", 2)] if method == "q4_1" else [])
 
 
 def consecutive_nibbles(packed: Bytes2d) -> Bytes2d:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.hub.records import HubError
+from localspec.storage.files import sync_directory
 
 LAYOUT_VERSION = 1
 MANIFEST_NAME = "localspec.json"
@@ -115,13 +116,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def describe_files(directory: Path, known_sha256: Mapping[str, str] | None = None) -> dict[str, FileRecord]:
+def describe_files(directory: Path, known_sha256: Mapping[str, str]) -> dict[str, FileRecord]:
     """Size and hash of each file in a built directory; hashes in `known_sha256` are taken as already computed."""
-    known = known_sha256 or {}
     records = {}
     for path in sorted(directory.iterdir()):
         if path.name != MANIFEST_NAME:
-            digest = known.get(path.name) or sha256_of(path)
+            digest = known_sha256.get(path.name) or sha256_of(path)
             records[path.name] = FileRecord(path.stat().st_size, digest)
     return records
 
@@ -200,17 +200,9 @@ def publish(directory: Path, manifest: Manifest, data_dir: Path) -> Path:
     if target.is_symlink() or target.exists():
         target.rename(old)
     directory.rename(target)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
     if old.is_symlink():
         old.unlink()
     else:
         shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

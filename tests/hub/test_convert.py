@@ -180,7 +180,7 @@ REFUSED = {
     "no embedding": (SampleModel(leave_out=frozenset({"token_embd.weight"})), "no token embedding"),
     "rope scaling": (SampleModel(extra_metadata={"llama.rope.scaling.type": "yarn"}), "rope scaling 'yarn'"),
     "odd heads": (SampleModel(extra_metadata={"llama.attention.key_length": 999}), "4 heads of 999"),
-    "head size": (SampleModel(extra_metadata={"llama.attention.key_length": 32}), "attn_k.weight has shape"),
+    "head size": (SampleModel(extra_metadata={"llama.attention.key_length": 32}), "attn_q.weight has shape"),
 }
 
 
