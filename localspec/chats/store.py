@@ -1,0 +1,329 @@
+"""The store of conversations: one SQLite connection and the calls on it.
+
+A store belongs to the thread that opened it (see `worker.py`). It knows nothing of engines or screens. A private store
+has the same calls and lives in memory only.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from localspec.chats.records import Chat, ChatError, Hit, NewChat, State, Stored
+
+_MESSAGE_COLUMNS = (
+    "id, chat_id, parent_id, role, content, reasoning, state, model_id, token_ids, spans, rejections, stats, created_s"
+)
+_CHAT_COLUMNS = (
+    "id, title, model_id, system_prompt, settings, leaf_id, draft, created_s, updated_s, "
+    "(SELECT count(*) FROM messages WHERE messages.chat_id = chats.id)"
+)
+TITLE_LIMIT_CHARS = 60
+
+
+def title_from(text: str) -> str:
+    """A one-line title from the first words of a prompt."""
+    line = " ".join(text.split())
+    return line if len(line) <= TITLE_LIMIT_CHARS else line[: TITLE_LIMIT_CHARS - 1].rstrip() + "…"
+
+
+class ChatStore:
+    """Conversations behind one connection. Every call is one transaction; a full disk raises ChatError."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        private: bool = False,
+        notice: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._connection = connection
+        self._clock = clock
+        self.private = private
+        self.notice = notice
+        """What the user should know about how the file was opened; empty when all is well."""
+
+    def close(self) -> None:
+        """Close the file. The store cannot be used afterwards."""
+        self._connection.close()
+
+    # Chats
+
+    def create(self, new: NewChat) -> Chat:
+        """Start a conversation and return it."""
+        now = self._clock()
+        chat_id = uuid.uuid4().hex
+        with self._write() as connection:
+            connection.execute(
+                "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (chat_id, new.title, new.model_id, new.system_prompt, json.dumps(dict(new.settings)), now, now),
+            )
+        return self.chat(chat_id)
+
+    def chat(self, chat_id: str) -> Chat:
+        """One conversation. Raises ChatError if there is none of that id."""
+        row = self._connection.execute(f"SELECT {_CHAT_COLUMNS} FROM chats WHERE id = ?", (chat_id,)).fetchone()
+        if row is None:
+            raise ChatError(f"There is no chat {chat_id!r}: it may have been deleted elsewhere.")
+        return _chat(row)
+
+    def chats(self, limit: int = 500) -> tuple[Chat, ...]:
+        """Conversations, the latest changed first."""
+        rows = self._connection.execute(
+            f"SELECT {_CHAT_COLUMNS} FROM chats ORDER BY updated_s DESC, rowid DESC LIMIT ?", (limit,)
+        )
+        return tuple(_chat(row) for row in rows)
+
+    def update_chat(
+        self,
+        chat_id: str,
+        *,
+        title: str | None = None,
+        model_id: str | None = None,
+        system_prompt: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        draft: str | None = None,
+    ) -> None:
+        """Change what is not None."""
+        given = {
+            "title": title,
+            "model_id": model_id,
+            "system_prompt": system_prompt,
+            "settings": None if settings is None else json.dumps(dict(settings)),
+            "draft": draft,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        if changes:
+            assignments = ", ".join(f"{name} = ?" for name in changes)
+            with self._write() as connection:
+                connection.execute(f"UPDATE chats SET {assignments} WHERE id = ?", (*changes.values(), chat_id))
+
+    def delete(self, chat_id: str) -> None:
+        """Remove a conversation with all its branches."""
+        with self._write() as connection:
+            connection.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
+
+    def show_branch(self, chat_id: str, leaf_id: int | None) -> None:
+        """Make the branch that ends at `leaf_id` the one that is shown; None shows no message."""
+        with self._write() as connection:
+            connection.execute("UPDATE chats SET leaf_id = ? WHERE id = ?", (leaf_id, chat_id))
+
+    # Messages
+
+    def add(self, chat_id: str, message: Stored) -> Stored:
+        """Append a message under `message.parent_id` and show its branch."""
+        now = self._clock()
+        with self._write() as connection:
+            cursor = connection.execute(
+                "INSERT INTO messages (chat_id, parent_id, role, content, reasoning, state, model_id, token_ids, spans,"
+                " rejections, stats, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (chat_id, message.parent_id, message.role, *_body(message), now),
+            )
+            connection.execute(
+                "UPDATE chats SET leaf_id = ?, updated_s = ? WHERE id = ?", (cursor.lastrowid, now, chat_id)
+            )
+        return self.message(int(cursor.lastrowid or 0))
+
+    def save(self, message: Stored) -> None:
+        """Write the present state of a message (a growing answer, or its end); its place in the tree stays."""
+        with self._write() as connection:
+            connection.execute(
+                "UPDATE messages SET content = ?, reasoning = ?, state = ?, model_id = ?, token_ids = ?, spans = ?,"
+                " rejections = ?, stats = ? WHERE id = ?",
+                (*_body(message), message.id),
+            )
+            connection.execute("UPDATE chats SET updated_s = ? WHERE id = ?", (self._clock(), message.chat_id))
+
+    def message(self, message_id: int) -> Stored:
+        """One message. Raises ChatError if there is none of that id."""
+        row = self._connection.execute(
+            f"SELECT {_MESSAGE_COLUMNS} FROM messages WHERE id = ?", (message_id,)
+        ).fetchone()
+        if row is None:
+            raise ChatError(f"There is no message {message_id}: its chat may have been deleted elsewhere.")
+        return _stored(row)
+
+    def path(self, chat_id: str, leaf_id: int | None = None) -> tuple[Stored, ...]:
+        """Messages from the first to `leaf_id` (by default to the shown leaf), in order."""
+        end = leaf_id if leaf_id is not None else self.chat(chat_id).leaf_id
+        rows = self._connection.execute(
+            "WITH RECURSIVE up (id, parent_id, depth) AS ("
+            " SELECT id, parent_id, 0 FROM messages WHERE id = ? AND chat_id = ?"
+            " UNION ALL SELECT m.id, m.parent_id, up.depth + 1 FROM messages m JOIN up ON m.id = up.parent_id)"
+            f" SELECT {', '.join('m.' + name for name in _MESSAGE_COLUMNS.split(', '))}"
+            " FROM up JOIN messages m ON m.id = up.id ORDER BY up.depth DESC",
+            (end, chat_id),
+        )
+        return tuple(_stored(row) for row in rows)
+
+    def all_messages(self, chat_id: str) -> tuple[Stored, ...]:
+        """Every message of every branch, oldest first."""
+        rows = self._connection.execute(
+            f"SELECT {_MESSAGE_COLUMNS} FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)
+        )
+        return tuple(_stored(row) for row in rows)
+
+    def siblings(self, message: Stored) -> tuple[int, ...]:
+        """Ids of the messages that share this one's parent, itself included, oldest first."""
+        rows = self._connection.execute(
+            "SELECT id FROM messages WHERE chat_id = ? AND parent_id IS ? ORDER BY id",
+            (message.chat_id, message.parent_id),
+        )
+        return tuple(int(row[0]) for row in rows)
+
+    def latest_leaf(self, message_id: int) -> int:
+        """The newest leaf below a message (itself if it has no children)."""
+        row = self._connection.execute(
+            "WITH RECURSIVE down (id) AS (SELECT ? UNION ALL"
+            " SELECT m.id FROM messages m JOIN down ON m.parent_id = down.id) SELECT max(id) FROM down",
+            (message_id,),
+        ).fetchone()
+        return int(row[0])
+
+    def recent_prompts(self, limit: int = 200) -> tuple[str, ...]:
+        """What the user wrote last, newest first, each text once."""
+        rows = self._connection.execute(
+            "SELECT content FROM messages WHERE role = 'user' GROUP BY content ORDER BY max(id) DESC LIMIT ?", (limit,)
+        )
+        return tuple(str(row[0]) for row in rows)
+
+    def search(self, query: str, limit: int = 100) -> tuple[Hit, ...]:
+        """Messages that hold all words of `query`; the last word may be the start of one. Best first."""
+        words = ['"' + word.replace('"', '""') + '"' for word in query.split()]
+        if not words:
+            return ()
+        rows = self._connection.execute(
+            "SELECT m.chat_id, c.title, m.id, m.role,"
+            " snippet(messages_text, 0, char(2), char(3), '…', 16), m.created_s"
+            " FROM messages_text t JOIN messages m ON m.id = t.rowid JOIN chats c ON c.id = m.chat_id"
+            " WHERE messages_text MATCH ? ORDER BY rank LIMIT ?",
+            (" ".join(words) + "*", limit),
+        )
+        return tuple(Hit(*row) for row in rows)
+
+    # Notes: small values of the interface that outlive a run (an unsent prompt of a new chat, the panel's form).
+
+    def note(self, name: str, default: str = "") -> str:
+        """A remembered value."""
+        row = self._connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+        return default if row is None else str(row[0])
+
+    def remember(self, name: str, value: str) -> None:
+        """Keep a value under a name."""
+        with self._write() as connection:
+            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+    def insert_tree(self, new: NewChat, messages: Iterable[tuple[int, Stored]], leaf: int | None) -> Chat:
+        """Write an imported conversation in one transaction.
+
+        `messages` are (foreign id, message) with `parent_id` a foreign id that came before; `leaf` is a foreign id.
+        """
+        chat_id, now = uuid.uuid4().hex, self._clock()
+        own_id: dict[int, int] = {}
+        with self._write() as connection:
+            connection.execute(
+                "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (chat_id, new.title, new.model_id, new.system_prompt, json.dumps(dict(new.settings)), now, now),
+            )
+            for foreign_id, message in messages:
+                parent = None if message.parent_id is None else own_id[message.parent_id]
+                cursor = connection.execute(
+                    "INSERT INTO messages (chat_id, parent_id, role, content, reasoning, state, model_id, token_ids,"
+                    " spans, rejections, stats, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (chat_id, parent, message.role, *_body(message), message.created_s or now),
+                )
+                own_id[foreign_id] = int(cursor.lastrowid or 0)
+            shown = own_id.get(leaf) if leaf is not None else None
+            connection.execute("UPDATE chats SET leaf_id = ? WHERE id = ?", (shown, chat_id))
+        return self.chat(chat_id)
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._connection:
+                yield self._connection
+        except sqlite3.IntegrityError as error:
+            raise ChatError("The chat is no longer there: it may have been deleted elsewhere.") from error
+        except sqlite3.Error as error:
+            raise ChatError(
+                f"The chats could not be written ({error}): free some disk space or check the folder's rights."
+            ) from error
+
+
+def _body(message: Stored) -> tuple[object, ...]:
+    return (
+        _writable(message.content),
+        _writable(message.reasoning),
+        message.state,
+        message.model_id,
+        array("q", message.token_ids).tobytes(),
+        json.dumps(message.spans),
+        json.dumps(message.rejections),
+        json.dumps(dict(message.stats)),
+    )
+
+
+def _writable(text: str) -> str:
+    # A lone surrogate (from a pipe that is not UTF-8) cannot be stored.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _chat(row: tuple[Any, ...]) -> Chat:
+    (chat_id, title, model_id, system_prompt, settings, leaf_id, draft, created_s, updated_s, message_count) = row
+    return Chat(
+        id=chat_id,
+        title=title,
+        model_id=model_id,
+        system_prompt=system_prompt,
+        settings=_mapping(settings),
+        leaf_id=leaf_id,
+        draft=draft,
+        created_s=created_s,
+        updated_s=updated_s,
+        message_count=message_count,
+    )
+
+
+def _stored(row: tuple[Any, ...]) -> Stored:
+    (message_id, chat_id, parent_id, role, content, reasoning, state, model_id, ids, spans, rejections, stats, at) = row
+    token_ids = array("q")
+    token_ids.frombytes(ids)
+    return Stored(
+        role=role,
+        content=content,
+        parent_id=parent_id,
+        reasoning=reasoning,
+        state=_state(state),
+        model_id=model_id,
+        token_ids=tuple(token_ids),
+        spans=tuple((int(count), str(origin), str(phase)) for count, origin, phase in json.loads(spans)),
+        rejections=tuple((int(offset), int(count)) for offset, count in json.loads(rejections)),
+        stats=_mapping(stats),
+        id=message_id,
+        chat_id=chat_id,
+        created_s=at,
+    )
+
+
+def _state(text: str) -> State:
+    known: dict[str, State] = {
+        "streaming": "streaming",
+        "done": "done",
+        "cancelled": "cancelled",
+        "interrupted": "interrupted",
+    }
+    return known.get(text, "error")
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    return value if isinstance(value, dict) else {}
