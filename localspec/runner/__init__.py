@@ -1,0 +1,1 @@
+"""From plans to device inputs and back: slot buffers, rows, forward passes. Knows nothing of text or clients."""

@@ -1,0 +1,250 @@
+"""Prefix tree over cached pages: which tokens are already computed, and in which pages.
+
+Torch-free. A node is one page's worth of tokens (the last of a branch may be shorter). Sequences share whole pages;
+a page that is only partly wanted is copied by the caller. Models with recurrent state can resume only where a
+snapshot was taken: a hit is the longest position that has keys, values and, if needed, a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from localspec.cache.pages import PagePool
+from localspec.core.records import PAGE_TOKENS
+
+Snapshot = object
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a prompt finds. `pages` hold the first `num_tokens` tokens in whole pages; `partial_page` holds
+    `partial_tokens` more and must be copied before it is written. `snapshot` is the state at the end of the hit.
+    `miss_reason` says in words why the hit is not longer."""
+
+    num_tokens: int
+    pages: tuple[int, ...]
+    partial_page: int | None
+    partial_tokens: int
+    snapshot: Snapshot | None
+    miss_reason: str
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_tokens + self.partial_tokens
+
+
+@dataclass
+class _Node:
+    parent: _Node | None
+    token_ids: tuple[int, ...]
+    page: int
+    last_used: int = 0
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    """By number of tokens of this page that the state has seen."""
+    chat_ids: set[str] = field(default_factory=set)
+
+
+class PrefixTree:
+    """Cached prefixes of one model and salt-free key space. Each node holds one reference to its page.
+
+    `drop_snapshot` is called for each snapshot that leaves the tree.
+    """
+
+    def __init__(self, pool: PagePool, max_snapshots: int, drop_snapshot: Callable[[Snapshot], None]) -> None:
+        self._pool = pool
+        self._max_snapshots = max_snapshots
+        self._drop_snapshot = drop_snapshot
+        self._roots: dict[str, _Node] = {}
+        self._clock = 0
+
+    @property
+    def num_pages(self) -> int:
+        return sum(1 for _ in self._nodes())
+
+    @property
+    def num_snapshots(self) -> int:
+        return sum(len(node.snapshots) for node in self._nodes())
+
+    def match(self, token_ids: tuple[int, ...], needs_state: bool, salt: str = "") -> Match:
+        """The longest usable prefix of `token_ids`. Takes no references: the caller retains what it uses at once."""
+        path, partial, partial_tokens = self._walk(token_ids, salt)
+        reason = self._miss_reason(token_ids, len(path) * PAGE_TOKENS + partial_tokens, salt)
+        self._clock += 1
+        for node in path:
+            node.last_used = self._clock
+        if partial is not None:
+            partial.last_used = self._clock
+        if not needs_state:
+            page = partial.page if partial is not None else None
+            return Match(len(path) * PAGE_TOKENS, tuple(n.page for n in path), page, partial_tokens, None, reason)
+        return self._match_with_state(path, partial, partial_tokens, reason)
+
+    def insert(self, token_ids: tuple[int, ...], pages: list[int], chat_id: str | None = None, salt: str = "") -> None:
+        """Remember that `pages` hold `token_ids`. Pages already known under the same tokens are not taken again."""
+        self._clock += 1
+        node = self._roots.setdefault(salt, _Node(None, (), 0))
+        for index in range(0, len(token_ids), PAGE_TOKENS):
+            chunk = token_ids[index : index + PAGE_TOKENS]
+            child = node.children.get(chunk)
+            if child is None:
+                page = pages[index // PAGE_TOKENS]
+                self._pool.retain((page,))
+                child = _Node(node, chunk, page)
+                node.children[chunk] = child
+                self._absorb_shorter_sibling(node, child)
+            child.last_used = self._clock
+            if chat_id is not None:
+                child.chat_ids.add(chat_id)
+            node = child
+
+    def add_snapshot(self, token_ids: tuple[int, ...], snapshot: Snapshot, salt: str = "") -> bool:
+        """Attach the state after exactly `token_ids`, which were inserted before. False if they are not there."""
+        path, partial, partial_tokens = self._walk(token_ids, salt)
+        if len(path) * PAGE_TOKENS + partial_tokens != len(token_ids) or not token_ids:
+            return False
+        node, offset = (partial, partial_tokens) if partial is not None else (path[-1], len(path[-1].token_ids))
+        old = node.snapshots.get(offset)
+        if old is not None:
+            self._drop_snapshot(old)
+        node.snapshots[offset] = snapshot
+        self._trim_snapshots(keep=node)
+        return True
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` pages that only the tree holds, least recently used leaves first. Returns how many."""
+        freed = 0
+        while freed < count:
+            leaves = [n for n in self._nodes() if not n.children and self._pool.references(n.page) == 1]
+            if not leaves:
+                break
+            self._remove(min(leaves, key=lambda node: node.last_used))
+            freed += 1
+        return freed
+
+    def num_evictable(self) -> int:
+        """Pages that `evict` could free."""
+        return sum(1 for node in self._nodes() if self._pool.references(node.page) == 1)
+
+    def forget_chat(self, chat_id: str) -> None:
+        """Drop everything that only this chat put here."""
+        for node in list(self._nodes()):
+            node.chat_ids.discard(chat_id)
+        changed = True
+        while changed:
+            doomed = [n for n in self._nodes() if not n.children and not n.chat_ids]
+            changed = bool(doomed)
+            for node in doomed:
+                self._remove(node)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for node in list(self._nodes()):
+            for snapshot in node.snapshots.values():
+                self._drop_snapshot(snapshot)
+            self._pool.release((node.page,))
+        self._roots.clear()
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    def _walk(self, token_ids: tuple[int, ...], salt: str) -> tuple[list[_Node], _Node | None, int]:
+        """Whole pages of the prefix, then the child that shares the longest part of what follows."""
+        node = self._roots.get(salt)
+        path: list[_Node] = []
+        index = 0
+        while node is not None:
+            child = node.children.get(token_ids[index : index + PAGE_TOKENS])
+            if child is None or len(child.token_ids) < PAGE_TOKENS:
+                break
+            path.append(child)
+            node = child
+            index += PAGE_TOKENS
+        best: _Node | None = None
+        best_tokens = 0
+        rest = token_ids[index : index + PAGE_TOKENS]
+        for child in node.children.values() if node is not None else ():
+            common = _common_length(child.token_ids, rest)
+            if common > best_tokens:
+                best, best_tokens = child, common
+        return path, best, best_tokens
+
+    def _match_with_state(self, path: list[_Node], partial: _Node | None, partial_tokens: int, reason: str) -> Match:
+        if partial is not None:
+            for offset in sorted(partial.snapshots, reverse=True):
+                if offset <= partial_tokens:
+                    pages = tuple(node.page for node in path)
+                    return Match(
+                        len(pages) * PAGE_TOKENS, pages, partial.page, offset, partial.snapshots[offset], reason
+                    )
+        for depth in range(len(path), 0, -1):
+            node = path[depth - 1]
+            pages = tuple(n.page for n in path[: depth - 1])
+            for offset in sorted(node.snapshots, reverse=True):
+                whole = offset == PAGE_TOKENS
+                return Match(
+                    (depth - 1) * PAGE_TOKENS + (offset if whole else 0),
+                    (*pages, node.page) if whole else pages,
+                    None if whole else node.page,
+                    0 if whole else offset,
+                    node.snapshots[offset],
+                    "no state snapshot nearer to the end of the shared prefix",
+                )
+        found = len(path) * PAGE_TOKENS + partial_tokens
+        return Match(0, (), None, 0, None, "no state snapshot on the shared prefix" if found else reason)
+
+    def _miss_reason(self, token_ids: tuple[int, ...], found: int, salt: str) -> str:
+        root = self._roots.get(salt)
+        if root is None or not root.children:
+            return "nothing cached yet"
+        if found == 0:
+            return "no cached conversation begins like this"
+        if found >= len(token_ids) - 1:
+            return ""
+        return f"the prompt departs from the cached one after {found} tokens"
+
+    def _absorb_shorter_sibling(self, parent: _Node, child: _Node) -> None:
+        """A tail that grew replaces its shorter self, snapshots included, unless the tail has other users."""
+        for other in list(parent.children.values()):
+            shorter = len(other.token_ids) < len(child.token_ids)
+            if other is child or other.children or not shorter:
+                continue
+            if child.token_ids[: len(other.token_ids)] == other.token_ids:
+                child.snapshots.update(other.snapshots)
+                child.chat_ids |= other.chat_ids
+                other.snapshots = {}
+                self._remove(other)
+
+    def _remove(self, node: _Node) -> None:
+        for snapshot in node.snapshots.values():
+            self._drop_snapshot(snapshot)
+        assert node.parent is not None
+        del node.parent.children[node.token_ids]
+        self._pool.release((node.page,))
+
+    def _trim_snapshots(self, keep: _Node) -> None:
+        holders = [node for node in self._nodes() if node.snapshots]
+        total = sum(len(node.snapshots) for node in holders)
+        for node in sorted(holders, key=lambda n: n.last_used):
+            for offset in sorted(node.snapshots):
+                if total <= self._max_snapshots:
+                    return
+                if node is keep:
+                    continue
+                self._drop_snapshot(node.snapshots.pop(offset))
+                total -= 1
+
+
+def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,188 @@
+"""From an installed model's folder to a running decode loop: the composition root of the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from localspec.api.types import MetricsSnapshot, ModelInfo
+from localspec.cache.pages import PagePool
+from localspec.cache.pool import CachePool
+from localspec.cache.prefix import PrefixTree
+from localspec.core.cache_spec import CacheSpec
+from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
+from localspec.drafters import Drafter, DrafterSetup, drafter_module, drafter_names
+from localspec.engine.drafting import DrafterSet, union_of_needs
+from localspec.engine.loop import DecodeLoop
+from localspec.engine.metrics import MetricsRecorder
+from localspec.engine.ring import ResultRing
+from localspec.engine.step import Stages
+from localspec.engine.text import TextStage
+from localspec.engine.tuner import OFF, Arm, Tuner
+from localspec.formats.checkpoint import open_checkpoint
+from localspec.kernels.ops import Ops
+from localspec.kernels.table import choose
+from localspec.models import Model, architecture
+from localspec.runner.runner import Runner
+from localspec.scheduler.scheduler import Limits, Scheduler
+
+DEFAULT_CPU_CONTEXT_TOKENS = 8192
+CACHED_CONTEXTS = 2
+"""Pages for this many whole contexts beyond the running slots, for finished conversations."""
+MAX_SNAPSHOTS = 16
+MEMORY_SHARE = 0.5
+"""Share of the memory that is free at start which the page pool may come to fill."""
+NGRAM_DEPTHS = (4, 8, 15)
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run. `context_tokens` None takes what the model and the machine allow."""
+
+    device: str = "auto"
+    context_tokens: int | None = None
+    drafter: str = "auto"
+    depth: int | None = None
+    max_queued: int = 64
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded model ready to run."""
+
+    info: ModelInfo
+    text: TextStage
+    loop: DecodeLoop
+    metrics: MetricsRecorder
+    tuner: Tuner
+    runner: Runner
+    scheduler: Scheduler
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ValueError naming the file and the cure."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error}); pull the model again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} names no model_type; this is not a model folder that localspec can read")
+    return config
+
+
+def load_model(folder: Path, device: str) -> tuple[Model, Ops]:
+    """Weights of a folder on a device, with every tensor accounted for. Raises ValueError in plain words."""
+    config = read_config(folder)
+    ops, _ = choose(resolve_device(device))
+    checkpoint = open_checkpoint(folder)
+    with torch.inference_mode():
+        model = architecture(config["model_type"]).load(config, checkpoint, ops)
+    return model, ops
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first NVIDIA card, or the CPU where there is none."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build(
+    folder: Path, model_id: str, title: str, note: str, demo: bool, options: EngineOptions, report: Report
+) -> Built:
+    """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
+    report("reading weights")
+    model, ops = load_model(folder, options.device)
+    limit = _context_limit(model, ops, options)
+    text = TextStage(folder, limit)
+    drafters = _drafters(model, ops, limit)
+    report("laying out memory")
+    specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
+    num_pages = _num_pages(specs, limit, ops.device)
+    pool = CachePool(specs, num_pages, MAX_SLOTS, ops.device)
+    runner = Runner(model, ops, pool, limit, union_of_needs(drafters))
+    drafter_set = DrafterSet(drafters, pool, ops.device)
+    tuner = _tuner(drafter_set, options)
+    pages = PagePool(num_pages)
+    scheduler = Scheduler(
+        pool=pages,
+        prefix=PrefixTree(pages, MAX_SNAPSHOTS, lambda snapshot: None),
+        limits=Limits(context_tokens=limit, max_queued=options.max_queued),
+        policy=tuner,
+        needs_state=pool.has_states,
+    )
+    info = ModelInfo(
+        id=model_id,
+        title=title,
+        context_limit_tokens=limit,
+        vocab_size=model.vocab_size,
+        demo=demo,
+        note=note,
+        drafters=("auto", "off", *drafter_set.names),
+        has_chat_template=text.template is not None,
+        thinks=text.thinks,
+        sampling=text.default_sampling(),
+    )
+    metrics = MetricsRecorder(_first_snapshot(info, model, pool, ops, options))
+    ring = ResultRing(lag=0 if ops.waits else 1)
+    loop = DecodeLoop(Stages(runner, drafter_set), scheduler, ring, tuner, metrics)
+    return Built(info, text, loop, metrics, tuner, runner, scheduler)
+
+
+def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
+    limit = model.max_context_tokens
+    if options.context_tokens is not None:
+        return max(PAGE_TOKENS, min(limit, options.context_tokens))
+    return min(limit, DEFAULT_CPU_CONTEXT_TOKENS) if ops.device.type == "cpu" else limit
+
+
+def _drafters(model: Model, ops: Ops, limit: int) -> dict[str, Drafter]:
+    """Every drafter that needs no weights of its own, except `off`, which is the absence of one."""
+    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=limit)
+    modules = {name: drafter_module(name) for name in drafter_names() if name != "off"}
+    return {name: module.build(setup) for name, module in modules.items() if not module.needs_weights}
+
+
+def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
+    """Pages for all slots and some finished conversations, within the memory that is free now."""
+    per_context = -(-(limit + MAX_ROWS) // PAGE_TOKENS)
+    wanted = per_context * (MAX_SLOTS + CACHED_CONTEXTS) + 1
+    page_bytes = PAGE_TOKENS * sum(spec.bytes_per_token for spec in specs)
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    affordable = int(free_bytes * MEMORY_SHARE) // max(page_bytes, 1)
+    if affordable < per_context + 1:
+        raise ValueError(
+            f"a context of {limit} tokens needs {per_context * page_bytes / 2**30:.1f} GiB for its cache, more than "
+            f"half of the {free_bytes / 2**30:.1f} GiB that are free; choose a smaller --context"
+        )
+    return min(wanted, affordable)
+
+
+def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
+    arms: list[Arm] = [OFF]
+    for name in drafters.names:
+        arms.extend((name, depth) for depth in NGRAM_DEPTHS if depth <= drafters.max_depth(name))
+    limits = {name: drafters.max_depth(name) for name in drafters.names}
+    return Tuner(tuple(arms), limits, default_drafter=options.drafter, default_depth=options.depth)
+
+
+def _first_snapshot(
+    info: ModelInfo, model: Model, pool: CachePool, ops: Ops, options: EngineOptions
+) -> MetricsSnapshot:
+    return MetricsSnapshot(
+        state="ready",
+        model_id=info.id,
+        device=str(ops.device),
+        drafter=options.drafter,
+        depth=options.depth or 0,
+        context_limit_tokens=info.context_limit_tokens,
+        memory_bytes={"weights": model.read_bytes_per_token, "kv": pool.plane_bytes, "state": pool.state_bytes},
+    )

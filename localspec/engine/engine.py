@@ -1,0 +1,285 @@
+"""The local engine behind the api's Engine protocol: asyncio on one side, the decode thread on the other.
+
+Text work (template, tokens, detokenising, stop strings) happens here, on the caller's side of the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from localspec.api.engine import DrafterChoice
+from localspec.api.types import (
+    Delta,
+    Done,
+    EngineError,
+    Event,
+    FinishReason,
+    GenerateRequest,
+    MetricsSnapshot,
+    ModelInfo,
+    Prefill,
+    TokenLogprob,
+    Usage,
+)
+from localspec.core.records import SlotResult
+from localspec.engine.build import Built, EngineOptions, build
+from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
+from localspec.engine.text import Prepared
+from localspec.engine.text_stream import Piece, TextStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where an installed model lies and how it is called. Raised errors of a locator are EngineError."""
+
+    id: str
+    folder: Path
+    title: str
+    note: str = ""
+    demo: bool = False
+
+
+Locator = Callable[[str, Callable[[str], None]], ModelPlace]
+"""Finds (or fetches, reporting stages) a model by id. Runs on a worker thread."""
+
+
+@dataclass
+class _Answer:
+    """What one request has produced so far, on the text side."""
+
+    prepared: Prepared
+    stream: TextStream
+    ids: list[int] = field(default_factory=list)
+    accepted_prediction: int = 0
+    rejected: int = 0
+
+
+class LocalEngine:
+    """Meets api.Engine. Loading runs in the background; requests wait for it."""
+
+    def __init__(self, locate: Locator, options: EngineOptions) -> None:
+        self._locate = locate
+        self._options = options
+        self._built: Built | None = None
+        self._stage = ""
+        self._failure: EngineError | None = None
+        self._loading_id = ""
+        self._loaded = threading.Event()
+        self._closed = False
+
+    def start(self, model_id: str) -> None:
+        """Begin to load a model in the background."""
+        self._loading_id = model_id
+        self._loaded.clear()
+        self._failure = None
+        threading.Thread(target=self._load, args=(model_id,), name="load", daemon=True).start()
+
+    def model(self) -> ModelInfo | None:
+        return self._built.info if self._built is not None else None
+
+    def metrics(self) -> MetricsSnapshot:
+        built = self._built
+        if built is not None:
+            choice = built.tuner
+            return replace(built.metrics.snapshot(), drafter=choice.default_drafter, depth=choice.default_depth or 0)
+        if self._failure is not None:
+            return MetricsSnapshot(state="failed", stage=self._failure.message, model_id=self._loading_id)
+        return MetricsSnapshot(state="loading", stage=self._stage, model_id=self._loading_id)
+
+    async def wait_ready(self) -> ModelInfo:
+        await asyncio.to_thread(self._loaded.wait)
+        return self._ready().info
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        await self.wait_ready()
+        built = self._ready()
+        if request.drafter is not None:
+            self._check_drafter(built, request.drafter)
+        if request.grammar is not None:
+            raise EngineError("unsupported", "grammars are not supported by this engine yet; leave response_format out")
+        prepared = await asyncio.to_thread(built.text.prepare, request)
+        stream, phases = built.text.stream(prepared, request.stop)
+        answer = _Answer(prepared, stream)
+        news: asyncio.Queue[News] = asyncio.Queue()
+        event_loop = asyncio.get_running_loop()
+        ticket = built.loop.submit(prepared.request, lambda item: _post(event_loop, news, item))
+        try:
+            async for event in self._events(built, ticket, answer, news):
+                yield _with_reasoning(event, phases.thinking_tokens)
+        finally:
+            built.loop.cancel(ticket)
+
+    async def count_tokens(self, request: GenerateRequest) -> int:
+        built = self._ready()
+        prepared = await asyncio.to_thread(built.text.prepare, replace(request, max_tokens=1))
+        return len(prepared.request.prompt_ids)
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._ready().text.tokenizer.encode, text)
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        tokenizer = self._ready().text.tokenizer
+        if any(not 0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
+            raise EngineError("bad_request", f"token ids must lie between 0 and {tokenizer.vocab_size - 1}")
+        return await asyncio.to_thread(tokenizer.decode, token_ids, False)
+
+    async def warm(self, request: GenerateRequest) -> int:
+        built = self._ready()
+        prepared = await asyncio.to_thread(built.text.prepare, request)
+        found: list[int] = []
+        scheduler = built.scheduler
+        ids = prepared.request.prompt_ids[:-1]
+        future = built.loop.call(lambda: found.append(scheduler.prefix.match(ids, scheduler.needs_state).total_tokens))
+        await asyncio.wrap_future(future)
+        return found[0]
+
+    async def forget(self, chat_id: str) -> None:
+        built = self._ready()
+        built.text.tokenizer.memory.clear()
+        await asyncio.wrap_future(built.loop.forget(chat_id))
+
+    async def load(self, model_id: str) -> ModelInfo:
+        await self._unload()
+        self.start(model_id)
+        return await self.wait_ready()
+
+    async def choose_drafter(self, choice: DrafterChoice) -> None:
+        built = self._ready()
+        self._check_drafter(built, choice.drafter)
+        built.tuner.default_drafter = choice.drafter
+        built.tuner.default_depth = choice.depth
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._unload()
+
+    async def _unload(self) -> None:
+        built, self._built = self._built, None
+        if built is not None:
+            await asyncio.to_thread(built.loop.stop)
+
+    def _load(self, model_id: str) -> None:
+        try:
+            self._report(f"looking for {model_id}")
+            place = self._locate(model_id, self._report)
+            built = build(place.folder, place.id, place.title, place.note, place.demo, self._options, self._report)
+            built.loop.start()
+            self._built = built
+        except EngineError as error:
+            self._failure = error
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            log.debug("loading %s failed", model_id, exc_info=True)
+            self._failure = EngineError("not_ready", f"{model_id} could not be loaded: {error}")
+        finally:
+            self._loaded.set()
+
+    def _report(self, stage: str) -> None:
+        self._stage = stage
+
+    def _ready(self) -> Built:
+        if self._built is None:
+            if self._failure is not None:
+                raise self._failure
+            raise EngineError("not_ready", f"{self._loading_id or 'the model'} is still loading: {self._stage}")
+        return self._built
+
+    def _check_drafter(self, built: Built, drafter: str) -> None:
+        known = set(built.info.drafters)
+        if not all(part in known for part in drafter.split("+")):
+            names = ", ".join(built.info.drafters)
+            raise EngineError("unsupported", f"drafter {drafter!r} is not available for this model; there are {names}")
+
+    async def _events(
+        self, built: Built, ticket: Ticket, answer: _Answer, news: asyncio.Queue[News]
+    ) -> AsyncGenerator[Event, None]:
+        while True:
+            item = await news.get()
+            if isinstance(item, PrefillNews):
+                yield Prefill(item.done_tokens, item.total_tokens, item.cached_tokens, item.miss_reason)
+            elif isinstance(item, StepNews):
+                piece = self._push(answer, item.result)
+                if piece.text or piece.token_ids:
+                    yield self._delta(built, piece, item.result)
+                if piece.stop_text is not None:
+                    built.loop.cancel(ticket)
+                    yield self._done(answer, await _end(news), "stop", piece.stop_text)
+                    return
+            else:
+                async for event in self._finish(built, answer, item):
+                    yield event
+                return
+
+    async def _finish(self, built: Built, answer: _Answer, end: EndNews) -> AsyncGenerator[Event, None]:
+        if end.error is not None:
+            raise end.error
+        tail = answer.stream.finish()
+        if tail.text or tail.token_ids:
+            yield Delta(tail.text, tail.token_ids, tail.spans)
+        if end.finish in ("stop", "length"):
+            await asyncio.to_thread(built.text.remember, answer.prepared, tuple(answer.ids))
+        yield self._done(answer, end, end.finish, tail.stop_text)
+
+    def _push(self, answer: _Answer, result: SlotResult) -> Piece:
+        answer.ids.extend(result.token_ids)
+        if answer.prepared.request.prediction_ids:
+            answer.accepted_prediction += result.num_accepted
+            answer.rejected += result.num_drafted - result.num_accepted
+        return answer.stream.push(result.token_ids, result.origins)
+
+    def _delta(self, built: Built, piece: Piece, result: SlotResult) -> Delta:
+        decode = built.text.tokenizer.decode
+        logprobs = tuple(
+            TokenLogprob(
+                token_id,
+                decode([token_id], skip_special=False),
+                logprob,
+                tuple((i, decode([i], skip_special=False), p) for i, p in top),
+            )
+            for token_id, logprob, top in zip(
+                result.token_ids, result.logprobs, result.top or ((),) * len(result.token_ids), strict=False
+            )
+        )
+        rejected = result.num_drafted - result.num_accepted
+        return Delta(piece.text, piece.token_ids, piece.spans, rejected, logprobs)
+
+    def _done(self, answer: _Answer, end: EndNews, finish: str, stop_text: str | None) -> Done:
+        reason: FinishReason = "stop" if stop_text is not None else _REASONS.get(finish, "error")
+        usage = Usage(
+            prompt_tokens=len(answer.prepared.request.prompt_ids),
+            completion_tokens=len(answer.ids),
+            cached_tokens=end.timings.cached_tokens,
+            accepted_prediction_tokens=answer.accepted_prediction,
+            rejected_prediction_tokens=answer.rejected,
+        )
+        return Done(reason, usage, end.timings, stop_text)
+
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
+
+
+def _with_reasoning(event: Event, thinking_tokens: int) -> Event:
+    if not isinstance(event, Done):
+        return event
+    return replace(event, usage=replace(event.usage, reasoning_tokens=thinking_tokens))
+
+
+def _post(event_loop: asyncio.AbstractEventLoop, news: asyncio.Queue[News], item: News) -> None:
+    """From the decode thread; a listener whose event loop is gone needs nothing more."""
+    try:
+        event_loop.call_soon_threadsafe(news.put_nowait, item)
+    except RuntimeError:
+        log.debug("a listener is gone")
+
+
+async def _end(news: asyncio.Queue[News]) -> EndNews:
+    while True:
+        item = await news.get()
+        if isinstance(item, EndNews):
+            return item

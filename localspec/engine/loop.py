@@ -1,0 +1,323 @@
+"""The decode thread: admits, plans, steps, hands results out. Touches no files, JSON, templates or text.
+
+Everything that arrives from other threads comes through one queue; everything that leaves goes through the sinks,
+which must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from localspec.api.types import EngineError, Timings
+from localspec.cache.pool import StateSnapshot
+from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
+from localspec.engine.metrics import MetricsRecorder, RequestClock
+from localspec.engine.ring import Landed, ResultRing
+from localspec.engine.step import Stages, run_prefill, run_verify
+from localspec.engine.tuner import OFF, Tuner
+from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
+from localspec.scheduler.sequence import Sequence, Stage
+
+log = logging.getLogger(__name__)
+SWITCH_INTERVAL_S = 0.0005
+"""A pure-Python thread holds the interpreter for this long at most before the decode thread may go on."""
+
+
+@dataclass(frozen=True)
+class PrefillNews:
+    done_tokens: int
+    total_tokens: int
+    cached_tokens: int
+    miss_reason: str
+
+
+@dataclass(frozen=True)
+class StepNews:
+    result: SlotResult
+
+
+@dataclass(frozen=True)
+class EndNews:
+    """The last news of a request: how it ended and where its time went, or the error."""
+
+    finish: str
+    timings: Timings
+    error: EngineError | None = None
+
+
+News = PrefillNews | StepNews | EndNews
+Sink = Callable[[News], None]
+
+
+@dataclass
+class Ticket:
+    """A submitted request as its submitter holds it."""
+
+    request: Request
+    sink: Sink
+    clock: RequestClock = field(default_factory=RequestClock)
+    sequence: Sequence | None = None
+    cancelled: bool = False
+
+
+class DecodeLoop:
+    """Runs until `stop`. One instance per loaded model."""
+
+    def __init__(
+        self, stages: Stages, scheduler: Scheduler, ring: ResultRing, tuner: Tuner, metrics: MetricsRecorder
+    ) -> None:
+        self._stages = stages
+        self._scheduler = scheduler
+        self._ring = ring
+        self._tuner = tuner
+        self._metrics = metrics
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+
+    def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End running requests with `cancelled` and wait for the thread."""
+        self._commands.put(self._begin_stop)
+        self._thread.join()
+
+    def submit(self, request: Request, sink: Sink) -> Ticket:
+        """Queue a request; its news go to `sink`, EndNews last."""
+        ticket = Ticket(request, sink)
+        self._commands.put(lambda: self._accept_ticket(ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request within one step. Harmless after its end."""
+        self._commands.put(lambda: self._cancel(ticket))
+
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function between two steps; the future carries its exception."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._commands.put(run)
+        return future
+
+    def forget(self, chat_id: str) -> Future[None]:
+        """Drop the cached prefixes of a chat."""
+        return self.call(lambda: self._scheduler.prefix.forget_chat(chat_id))
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stopping:
+                try:
+                    self._turn()
+                except Exception as error:
+                    log.exception("a step failed")
+                    self._fail_all(EngineError("internal", f"the step failed ({type(error).__name__}: {error})"))
+            self._fail_all(None)
+
+    def _turn(self) -> None:
+        self._drain_commands(wait=self._scheduler.idle)
+        self._retire()
+        while (admission := self._scheduler.admit()) is not None:
+            self._load(admission)
+        plan = self._scheduler.plan()
+        if isinstance(plan, PrefillPlan):
+            self._prefill(plan)
+        elif isinstance(plan, VerifyPlan):
+            self._verify(plan)
+        else:
+            self._land(drain=True)
+        self._report()
+
+    def _drain_commands(self, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _accept_ticket(self, ticket: Ticket) -> None:
+        if ticket.cancelled or self._stopping:
+            ticket.sink(EndNews("cancelled", ticket.clock.timings(0)))
+            return
+        try:
+            ticket.sequence = self._scheduler.add(ticket.request)
+        except QueueFull as error:
+            ticket.sink(EndNews("error", Timings(), EngineError("overloaded", f"{error}; try again later")))
+            return
+        self._tickets[ticket.sequence.id] = ticket
+
+    def _cancel(self, ticket: Ticket) -> None:
+        ticket.cancelled = True
+        sequence = ticket.sequence
+        if sequence is None or sequence.stage is Stage.FINISHED:
+            return
+        self._scheduler.cancel(sequence)
+        if sequence.stage is Stage.WAITING:
+            self._end(sequence, "cancelled")
+
+    def _load(self, admission: Admission) -> None:
+        sequence, match = admission.sequence, admission.match
+        runner = self._stages.runner
+        if admission.copy_from_page is not None:
+            runner.pool.copy_page(admission.copy_from_page, admission.pages[len(match.pages)])
+        snapshot = match.snapshot
+        assert snapshot is None or isinstance(snapshot, dict)
+        runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot)
+        self._stages.drafters.forget(sequence.slot)
+        self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
+        self._send_prefill_news(sequence)
+
+    def _prefill(self, plan: PrefillPlan) -> None:
+        ms = run_prefill(plan, self._stages)
+        self._land(drain=True)
+        for sequence in self._scheduler.active:
+            if sequence.id == plan.sequence_id:
+                self._tickets[sequence.id].clock.prefill_ms += ms
+        done = self._scheduler.prefill_done(plan)
+        if done is not None:
+            self._remember_prompt(done)
+        for sequence in self._scheduler.active:
+            if sequence.id == plan.sequence_id:
+                self._send_prefill_news(sequence)
+
+    def _verify(self, plan: VerifyPlan) -> None:
+        wanted = [ticket.request.logprobs for ticket in self._tickets.values() if ticket.request.logprobs is not None]
+        samplings = [ticket.request.sampling for ticket in self._tickets.values()]
+        outcome = run_verify(plan, self._stages, samplings, max(wanted) if wanted else None)
+        self._ring.push(outcome)
+        self._land(drain=False)
+
+    def _land(self, drain: bool) -> None:
+        for landed in self._ring.pop(drain):
+            self._scheduler.commit(landed.outcome.planned, landed.results)
+            self._count(landed)
+            for result in landed.results:
+                ticket = self._tickets.get(result.sequence_id)
+                if ticket is not None and result.token_ids:
+                    ticket.sink(StepNews(result))
+
+    def _count(self, landed: Landed) -> None:
+        outcome = landed.outcome
+        step_ms = outcome.draft_ms + outcome.verify_ms
+        active = len(landed.results)
+        now = time.perf_counter()
+        clients = {}
+        for result, planned in zip(landed.results, outcome.planned.slots, strict=True):
+            ticket = self._tickets.get(result.sequence_id)
+            if ticket is None:
+                continue
+            clients[result.sequence_id] = ticket.request.client
+            arm = (planned.drafter, planned.num_drafts) if planned.num_drafts else OFF
+            self._tuner.see(arm, active, len(result.token_ids), step_ms)
+            if not any(r.num_drafted for r in landed.results) and arm != OFF:
+                self._tuner.see(OFF, active, len(result.token_ids), outcome.verify_ms)
+            clock = ticket.clock
+            clock.first_step_s = clock.first_step_s if clock.first_step_s is not None else now - step_ms / 1e3
+            clock.last_step_s = now
+            clock.steps += 1
+            clock.tokens += len(result.token_ids)
+            clock.draft_ms += outcome.draft_ms
+            clock.verify_ms += outcome.verify_ms
+            clock.plain_ms += len(result.token_ids) * (self._tuner.plain_ms_per_token(active) or 0.0)
+            clock.drafts.see(result.num_drafted, result.num_accepted)
+        self._metrics.count_step(landed.results, clients, outcome.draft_ms, outcome.verify_ms)
+
+    def _retire(self) -> None:
+        ended = [s for s in self._scheduler.active if s.stage is Stage.FINISHED or s.cancelled]
+        if ended:
+            self._land(drain=True)
+        for sequence in ended:
+            self._keep(sequence)
+            self._end(sequence, sequence.finish or "cancelled")
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Put the sequence's tokens and, where the model has one, its state into the prefix tree; free the slot."""
+        scheduler, runner = self._scheduler, self._stages.runner
+        prefilling = sequence.stage is Stage.PREFILL
+        snapshot = runner.save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
+        slot = sequence.slot
+        scheduler.retire(sequence, keep=True)
+        if snapshot is not None:
+            scheduler.prefix.add_snapshot(sequence.known_ids[:-1], snapshot, sequence.request.cache_salt)
+        runner.release(slot)
+
+    def _remember_prompt(self, sequence: Sequence) -> None:
+        scheduler = self._scheduler
+        ids = sequence.request.prompt_ids[:-1]
+        if not ids:
+            return
+        request = sequence.request
+        scheduler.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
+        if scheduler.needs_state:
+            snapshot: StateSnapshot = self._stages.runner.save_states(sequence.slot)
+            scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
+
+    def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
+        ticket = self._tickets.pop(sequence.id, None)
+        if ticket is not None:
+            ticket.sink(EndNews(finish, ticket.clock.timings(sequence.cached_tokens), error))
+
+    def _send_prefill_news(self, sequence: Sequence) -> None:
+        ticket = self._tickets[sequence.id]
+        done, total = sequence.prefilled_tokens, sequence.prefill_target_tokens
+        ticket.sink(PrefillNews(done, total, sequence.cached_tokens, sequence.miss_reason))
+        self._metrics.update(prefill_done_tokens=done, prefill_total_tokens=total)
+
+    def _report(self) -> None:
+        active = self._scheduler.active
+        used = max((sequence.prompt_tokens + len(sequence.emitted_ids) for sequence in active), default=None)
+        plain = self._tuner.plain_ms_per_token(max(1, len(active)))
+        tickets = [self._tickets[s.id] for s in active if s.id in self._tickets]
+        busy = sum(t.clock.draft_ms + t.clock.verify_ms for t in tickets)
+        gained = sum(t.clock.plain_ms for t in tickets)
+        changes: dict[str, object] = {
+            "active_requests": len(active),
+            "queued_requests": len(self._scheduler.waiting),
+            "plain_tok_per_s": round(1e3 / plain, 2) if plain else None,
+            "drafter_reason": self._tuner.reason,
+        }
+        if used is not None:
+            changes["context_used_tokens"] = used
+        if busy and gained:
+            changes["speedup_vs_plain"] = round(gained / busy, 3)
+        self._metrics.update(**changes)
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+
+    def _fail_all(self, error: EngineError | None) -> None:
+        """End every request; with an error also drop all caches, whose contents are in doubt."""
+        self._ring.pop(drain=True)
+        for sequence in self._scheduler.active:
+            slot = sequence.slot
+            self._scheduler.retire(sequence, keep=False)
+            self._stages.runner.release(slot)
+            self._end(sequence, "error" if error else "cancelled", error)
+        for sequence in self._scheduler.waiting:
+            self._scheduler.cancel(sequence)
+            self._end(sequence, "error" if error else "cancelled", error)
+        self._scheduler.admit()
+        if error is not None:
+            self._scheduler.prefix.clear()

@@ -1,0 +1,158 @@
+"""Counters of the engine: fed by the decode thread, read as one frozen snapshot from anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import Lock
+
+from localspec.api.types import ClientMetrics, DrafterMetrics, MetricsSnapshot, Timings
+from localspec.core.records import SlotResult
+
+RATE_WINDOW_S = 3.0
+
+
+@dataclass
+class DraftCounts:
+    """Drafts of one request, drafter or client."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def see(self, drafted: int, accepted: int) -> None:
+        if not drafted:
+            return
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for counts, reached in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts.extend([0] * (reached - len(counts)))
+            for position in range(reached):
+                counts[position] += 1
+
+
+@dataclass
+class RequestClock:
+    """Times and counts of one request, kept by the decode thread."""
+
+    prefill_ms: float = 0.0
+    first_step_s: float | None = None
+    last_step_s: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    plain_ms: float = 0.0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    def timings(self, cached_tokens: int) -> Timings:
+        """`speedup_vs_plain` compares with the plain milliseconds of as many tokens, measured by this engine."""
+        decode_ms = (self.last_step_s - self.first_step_s) * 1e3 if self.first_step_s is not None else 0.0
+        busy_ms = self.draft_ms + self.verify_ms
+        return Timings(
+            prefill_ms=round(self.prefill_ms, 3),
+            decode_ms=round(decode_ms, 3),
+            tok_per_s=round(self.tokens / decode_ms * 1e3, 3) if decode_ms else 0.0,
+            verify_steps=self.steps,
+            draft_n=self.drafts.drafted,
+            draft_n_accepted=self.drafts.accepted,
+            accepted_per_position=tuple(self.drafts.accepted_at),
+            draft_ms=round(self.draft_ms, 3),
+            verify_ms=round(self.verify_ms, 3),
+            speedup_vs_plain=round(self.plain_ms / busy_ms, 3) if self.plain_ms and busy_ms else None,
+            cached_tokens=cached_tokens,
+        )
+
+
+class MetricsRecorder:
+    """Thread-safe. `clock` is monotonic seconds."""
+
+    def __init__(self, base: MetricsSnapshot, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = Lock()
+        self._clock = clock
+        self._snapshot = base
+        self._recent: deque[tuple[float, int]] = deque()
+        self._by_drafter: dict[str, DraftCounts] = {}
+        self._by_client: dict[str, ClientMetrics] = {}
+
+    def update(self, **changes: object) -> None:
+        """Set fields of the snapshot by name."""
+        with self._lock:
+            self._snapshot = replace(self._snapshot, **changes)  # type: ignore[arg-type]
+
+    def count_request(self, client: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """A request was admitted."""
+        with self._lock:
+            snapshot = self._snapshot
+            self._snapshot = replace(
+                snapshot,
+                requests_total=snapshot.requests_total + 1,
+                prompt_tokens_total=snapshot.prompt_tokens_total + prompt_tokens,
+                cached_tokens_total=snapshot.cached_tokens_total + cached_tokens,
+            )
+            known = self._by_client.get(client, ClientMetrics(client))
+            self._by_client[client] = replace(known, requests=known.requests + 1)
+
+    def count_step(
+        self, results: tuple[SlotResult, ...], clients: dict[int, str], draft_ms: float, verify_ms: float
+    ) -> None:
+        """A verify step landed. `clients` by sequence id."""
+        now = self._clock()
+        tokens = sum(len(result.token_ids) for result in results)
+        with self._lock:
+            self._recent.append((now, tokens))
+            for result in results:
+                self._by_drafter.setdefault(result.drafter, DraftCounts()).see(result.num_drafted, result.num_accepted)
+                name = clients.get(result.sequence_id, "")
+                known = self._by_client.get(name, ClientMetrics(name))
+                self._by_client[name] = replace(
+                    known,
+                    completion_tokens=known.completion_tokens + len(result.token_ids),
+                    drafted_tokens=known.drafted_tokens + result.num_drafted,
+                    accepted_tokens=known.accepted_tokens + result.num_accepted,
+                )
+            snapshot = self._snapshot
+            self._snapshot = replace(
+                snapshot,
+                completion_tokens_total=snapshot.completion_tokens_total + tokens,
+                verify_steps=snapshot.verify_steps + 1,
+                verify_ms=snapshot.verify_ms + verify_ms,
+                draft_ms=snapshot.draft_ms + draft_ms,
+            )
+
+    def snapshot(self) -> MetricsSnapshot:
+        """The counters now; tokens per second over the last seconds."""
+        now = self._clock()
+        with self._lock:
+            while self._recent and now - self._recent[0][0] > RATE_WINDOW_S:
+                self._recent.popleft()
+            rate = 0.0
+            if len(self._recent) > 1:
+                span = max(now - self._recent[0][0], 1e-6)
+                rate = sum(tokens for _, tokens in self._recent) / span
+            drafters = tuple(
+                DrafterMetrics(
+                    name=name,
+                    drafts=counts.drafts,
+                    drafted_tokens=counts.drafted,
+                    accepted_tokens=counts.accepted,
+                    drafted_per_position=tuple(counts.drafted_at),
+                    accepted_per_position=tuple(counts.accepted_at),
+                )
+                for name, counts in self._by_drafter.items()
+                if counts.drafts
+            )
+            drafts = sum(counts.drafts for counts in self._by_drafter.values())
+            accepted = sum(counts.accepted for counts in self._by_drafter.values())
+            return replace(
+                self._snapshot,
+                tok_per_s=round(rate, 2),
+                mean_accepted_run=round(accepted / drafts, 3) if drafts else 0.0,
+                drafters=drafters,
+                clients=tuple(self._by_client.values()),
+            )

@@ -1,0 +1,107 @@
+"""Results on their way to the host: copied to pinned memory, read one step late, waited for in this one place."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from localspec.core.records import SlotResult, StepResult
+from localspec.engine.step import VerifyOutcome
+
+_FINISH: tuple[Literal["", "stop", "length"], ...] = ("", "stop", "length")
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A step whose results the host has."""
+
+    outcome: VerifyOutcome
+    results: tuple[SlotResult, ...]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    outcome: VerifyOutcome
+    host: dict[str, torch.Tensor]
+    event: torch.cuda.Event | None
+
+
+class ResultRing:
+    """`lag` steps stay in flight: 0 where the host knows device values at once, 1 on a GPU."""
+
+    def __init__(self, lag: int) -> None:
+        self._lag = lag
+        self._in_flight: deque[_InFlight] = deque()
+
+    def push(self, outcome: VerifyOutcome) -> None:
+        """Start the copy of a step's results."""
+        result = outcome.result
+        fields = {
+            "token_ids": result.token_ids,
+            "num_emitted": result.num_emitted,
+            "origins": result.origins,
+            "num_accepted": result.num_accepted,
+            "finish": result.finish,
+            "num_drafts": outcome.draft.num_drafts,
+        }
+        optional = {"logprobs": result.logprobs, "top_ids": result.top_ids, "top_logprobs": result.top_logprobs}
+        fields |= {name: value for name, value in optional.items() if value is not None}
+        event = None
+        if result.token_ids.is_cuda:
+            host = {}
+            for name, value in fields.items():
+                host[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                host[name].copy_(value, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        else:
+            host = fields
+        self._in_flight.append(_InFlight(outcome, host, event))
+
+    def pop(self, drain: bool = False) -> list[Landed]:
+        """Steps that are due; with `drain` all of them."""
+        keep = 0 if drain else self._lag
+        landed = []
+        while len(self._in_flight) > keep:
+            entry = self._in_flight.popleft()
+            if entry.event is not None:
+                entry.event.synchronize()
+            landed.append(Landed(entry.outcome, _slot_results(entry)))
+        return landed
+
+
+def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
+    values = {name: value.tolist() for name, value in entry.host.items()}
+    result: StepResult = entry.outcome.result
+    names = result.origin_names
+    slots = []
+    for plan in entry.outcome.ran.slots:
+        s = plan.slot
+        count = int(values["num_emitted"][s])
+        slots.append(
+            SlotResult(
+                slot=s,
+                sequence_id=plan.sequence_id,
+                token_ids=tuple(values["token_ids"][s][:count]),
+                origins=tuple(names[code] for code in values["origins"][s][:count]),
+                num_drafted=min(plan.num_drafts, int(values["num_drafts"][s])),
+                num_accepted=int(values["num_accepted"][s]),
+                drafter=plan.drafter,
+                finish=_FINISH[int(values["finish"][s])],
+                logprobs=tuple(values["logprobs"][s][:count]) if "logprobs" in values else (),
+                top=_top(values, s, count),
+            )
+        )
+    return tuple(slots)
+
+
+def _top(
+    values: dict[str, list[list[list[float]]]], slot: int, count: int
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    if "top_ids" not in values:
+        return ()
+    pairs = zip(values["top_ids"][slot][:count], values["top_logprobs"][slot][:count], strict=True)
+    return tuple(tuple((int(i), float(p)) for i, p in zip(ids, probs, strict=True)) for ids, probs in pairs)

@@ -1,0 +1,178 @@
+"""From api requests to core requests: template, tokens, limits, stop ids. Runs outside the decode thread."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from localspec.api.types import EngineError, GenerateRequest, Sampling
+from localspec.core.records import Request, ThinkingRule
+from localspec.engine.template import ChatTemplate
+from localspec.engine.text_stream import PhaseTracker, TextStream
+from localspec.engine.tokenizer import Tokenizer
+
+THINK_START, THINK_END = "<think>", "</think>"
+TOOL_START, TOOL_END = "<tool_call>", "</tool_call>"
+_SEED_BITS = 62
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request in tokens, and the text that its ids spell (what the token memory is keyed by)."""
+
+    request: Request
+    prompt_text: str | None
+    thinking_open: bool
+
+
+class TextStage:
+    """Tokenizer, template and generation defaults of one installed model."""
+
+    def __init__(self, folder: Path, context_limit_tokens: int) -> None:
+        self.tokenizer = Tokenizer(folder)
+        self.context_limit_tokens = context_limit_tokens
+        self.generation = _generation_config(folder)
+        self.stop_ids = self._stop_ids()
+        source = self.tokenizer.config.get("chat_template")
+        special = self.tokenizer.special_tokens()
+        self.template = ChatTemplate(source, special, datetime.now) if isinstance(source, str) else None
+
+    @property
+    def thinks(self) -> bool:
+        return self.tokenizer.token_id(THINK_END) is not None
+
+    def default_sampling(self) -> Sampling:
+        """Sampling that the model's authors recommend; greedy where they say nothing."""
+        if not self.generation.get("do_sample", "temperature" in self.generation):
+            return Sampling()
+        return Sampling(
+            temperature=float(self.generation.get("temperature", 1.0)),
+            top_p=float(self.generation.get("top_p", 1.0)),
+            top_k=int(self.generation.get("top_k", 0)),
+            repetition_penalty=float(self.generation.get("repetition_penalty", 1.0)),
+        )
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        """Raises EngineError: `bad_request`, or `context_length_exceeded` with both numbers."""
+        text, ids = self._prompt(request)
+        if not ids:
+            raise EngineError("bad_request", "the prompt is empty; send at least one token")
+        bad = next((i for i in ids if not 0 <= i < self.tokenizer.vocab_size), None)
+        if bad is not None:
+            raise EngineError("bad_request", f"token id {bad} is outside the vocabulary of {self.tokenizer.vocab_size}")
+        room = self.context_limit_tokens - len(ids)
+        if room < 1:
+            raise EngineError(
+                "context_length_exceeded",
+                f"the prompt has {len(ids)} tokens but the context holds {self.context_limit_tokens}; shorten it",
+            )
+        wanted = request.max_tokens if request.max_tokens is not None and request.max_tokens > 0 else room
+        thinking_open = text is not None and text.rstrip().endswith(THINK_START)
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
+        core = Request(
+            request_id=request.request_id,
+            prompt_ids=ids,
+            sampling=self._checked(sampling),
+            seed=seed % (1 << _SEED_BITS),
+            max_tokens=min(wanted, room),
+            stop_ids=() if request.ignore_eos else self.stop_ids,
+            drafter=request.drafter or "auto",
+            depth=request.depth,
+            prediction_ids=self.tokenizer.encode(request.prediction) if request.prediction else (),
+            thinking=self._thinking_rule(request, thinking_open),
+            grammar=request.grammar,
+            logprobs=request.logprobs,
+            chat_id=request.chat_id,
+            private=request.private,
+            client=request.client,
+        )
+        return Prepared(core, text, thinking_open)
+
+    def stream(self, prepared: Prepared, stops: tuple[str, ...]) -> tuple[TextStream, PhaseTracker]:
+        """The text side of a running request."""
+        token_id = self.tokenizer.token_id
+        phases = PhaseTracker(
+            prepared.thinking_open,
+            (token_id(THINK_START), token_id(THINK_END)),
+            (token_id(TOOL_START), token_id(TOOL_END)),
+        )
+        return TextStream(self.tokenizer, stops, self.stop_ids, phases), phases
+
+    def remember(self, prepared: Prepared, emitted_ids: tuple[int, ...]) -> None:
+        """Keep the ids of prompt and answer for the next turn. A stop id stays: templates write it again."""
+        if prepared.prompt_text is None:
+            return
+        text = prepared.prompt_text + self.tokenizer.decode(emitted_ids, skip_special=False)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.tokenizer.memory.remember(text, (*prepared.request.prompt_ids, *emitted_ids))
+
+    def _prompt(self, request: GenerateRequest) -> tuple[str | None, tuple[int, ...]]:
+        given = [bool(request.messages), request.prompt is not None, bool(request.prompt_token_ids)]
+        if sum(given) != 1:
+            raise EngineError("bad_request", "give exactly one of messages, prompt and prompt token ids")
+        if request.prompt_token_ids:
+            return None, request.prompt_token_ids
+        text = request.prompt if request.prompt is not None else self._render(request)
+        return text, self.tokenizer.encode_keeping_history(text)
+
+    def _render(self, request: GenerateRequest) -> str:
+        if self.template is None:
+            raise EngineError("unsupported", "this model has no chat template; send a plain prompt instead of messages")
+        last = request.messages[-1]
+        if not (request.continue_final_message and last.role == "assistant"):
+            return self.template.render(request.messages, request.tools, request.template_options)
+        # The template closes every message, so the text to continue from is found by a marker behind the content.
+        marker = f"\x00{secrets.token_hex(8)}\x00"
+        marked = type(last)(role=last.role, content=last.content + marker, name=last.name)
+        messages = (*request.messages[:-1], marked)
+        text = self.template.render(messages, request.tools, request.template_options, add_generation_prompt=False)
+        head, found, _ = text.partition(marker)
+        if not found:
+            raise EngineError("bad_request", "this model's template cannot continue the last assistant message")
+        return head
+
+    def _checked(self, sampling: Sampling) -> Sampling:
+        if not 0.0 <= sampling.temperature <= 100.0:
+            raise EngineError("bad_request", "temperature must lie between 0 and 100")
+        if not 0.0 < sampling.top_p <= 1.0:
+            raise EngineError("bad_request", "top_p must lie above 0 and at most 1")
+        if not 0.0 <= sampling.min_p <= 1.0 or sampling.top_k < 0:
+            raise EngineError("bad_request", "min_p must lie between 0 and 1, and top_k must not be negative")
+        if not sampling.repetition_penalty > 0.0:
+            raise EngineError("bad_request", "repetition_penalty must be above 0")
+        size = self.tokenizer.vocab_size
+        if any(not 0 <= token_id < size for token_id, _ in sampling.logit_bias):
+            raise EngineError("bad_request", f"logit_bias names a token id outside the vocabulary of {size}")
+        return sampling
+
+    def _thinking_rule(self, request: GenerateRequest, thinking_open: bool) -> ThinkingRule | None:
+        start, end = self.tokenizer.token_id(THINK_START), self.tokenizer.token_id(THINK_END)
+        if start is None or end is None:
+            return None
+        return ThinkingRule(request.thinking_budget_tokens, (start,), (end,), thinking_open)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        value = self.generation.get("eos_token_id")
+        ids = [value] if isinstance(value, int) else [i for i in value or () if isinstance(i, int)]
+        eos = self.tokenizer.special_tokens().get("eos_token")
+        named = self.tokenizer.token_id(eos) if eos else None
+        if named is not None and named not in ids:
+            ids.append(named)
+        return tuple(ids)
+
+
+def _generation_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); pull the model again") from error
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,87 @@
+"""Runs plans on the device: owns the slot state, the cache buffers and the model. Knows no requests' owners.
+
+One verify path for every width, zero drafts included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from localspec.cache.pool import CachePool, StateSnapshot
+from localspec.core.records import Draft, Forward, HiddenNeeds, PrefillPlan, Request, Rows, VerifyPlan
+from localspec.core.state import SequenceState
+from localspec.kernels.ops import Ops
+from localspec.models import Model
+from localspec.runner.inputs import prefill_rows, verify_rows
+from localspec.runner.slots import fill_slot, make_state, release_slot
+
+
+@dataclass(frozen=True)
+class VerifyOutput:
+    """Rows that ran, their hiddens, and logits [R, V] float32."""
+
+    rows: Rows
+    forward: Forward
+    logits: torch.Tensor
+
+
+class Runner:
+    """The device side of a loaded model. `needs` is the union of what all drafters read of the target."""
+
+    def __init__(self, model: Model, ops: Ops, pool: CachePool, context_limit_tokens: int, needs: HiddenNeeds) -> None:
+        self.model = model
+        self.ops = ops
+        self.pool = pool
+        self.state: SequenceState = make_state(context_limit_tokens, model.vocab_size, ops.device)
+        self._needs = needs
+        self._target_cache = pool.cache("target")
+
+    def admit(self, slot: int, request: Request, pages: list[int], snapshot: StateSnapshot | None) -> None:
+        """Give a slot to a request; its first `cached` tokens are already in `pages` (and in `snapshot`)."""
+        fill_slot(self.state, slot, request)
+        self.set_pages(slot, 0, pages)
+        if snapshot is None:
+            self.pool.reset_states(slot)
+        else:
+            self.pool.restore_states(slot, snapshot)
+
+    def set_pages(self, slot: int, first_index: int, pages: list[int]) -> None:
+        """Write page numbers into the slot's block table from `first_index` on."""
+        if pages:
+            numbers = torch.tensor(pages, dtype=torch.int32, device=self.ops.device)
+            self.state.block_tables[slot, first_index : first_index + len(pages)] = numbers
+
+    def release(self, slot: int) -> None:
+        """The sequence of this slot ended."""
+        release_slot(self.state, slot)
+        self.state.block_tables[slot].zero_()
+
+    @torch.inference_mode()
+    def prefill(self, plan: PrefillPlan) -> tuple[Rows, Forward]:
+        """Read a chunk of a prompt into the cache."""
+        rows = prefill_rows(plan, self.state, self.ops.prefill_row_multiple)
+        forward = self.model.forward(rows, self._target_cache, self._needs)
+        self.state.pending_rows[plan.slot] = 0
+        return rows, forward
+
+    @torch.inference_mode()
+    def verify(self, plan: VerifyPlan, draft: Draft) -> VerifyOutput:
+        """Run every decoding sequence's window. Nothing is committed before acceptance."""
+        pad_to = plan.num_rows if self.ops.waits else plan.graph_key.num_rows
+        rows = verify_rows(plan, draft, self.state, pad_to)
+        forward = self.model.forward(rows, self._target_cache, self._needs)
+        return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
+
+    @torch.inference_mode()
+    def save_states(self, slot: int) -> StateSnapshot:
+        """Fold what is pending, then copy the states of a slot."""
+        self.fold()
+        return self.pool.save_states(slot)
+
+    @torch.inference_mode()
+    def fold(self) -> None:
+        """Commit pending rows of every slot, as every consumer of recurrent state must do first."""
+        self.model.fold(self._target_cache, self.state.pending_rows)
+        self.state.pending_rows.zero_()

@@ -1,0 +1,212 @@
+"""Requests in, step plans out: admission by pages, alternation of prefill chunks and verify steps.
+
+Torch-free. Promises: an admitted sequence never runs out of pages (its whole bound is reserved at admission);
+every verify step carries all decoding sequences; a long prompt never stops the other streams for more than one
+chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from localspec.cache.pages import PagePool
+from localspec.cache.prefix import Match, PrefixTree
+from localspec.core.records import (
+    MAX_ROWS,
+    MAX_SLOTS,
+    PAGE_TOKENS,
+    SEGMENT_TOKENS,
+    PrefillPlan,
+    Request,
+    SlotPlan,
+    SlotResult,
+    StepPlan,
+    VerifyPlan,
+)
+from localspec.scheduler.sequence import Sequence, Stage
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`chunk_tokens` bounds a prefill chunk when nothing else runs, `shared_chunk_tokens` when streams must move."""
+
+    context_tokens: int
+    max_queued: int = 64
+    chunk_tokens: int = SEGMENT_TOKENS
+    shared_chunk_tokens: int = PAGE_TOKENS
+
+
+class DepthPolicy(Protocol):
+    """Chooses method and depth of each decoding sequence. Implemented by the tuner."""
+
+    def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
+        """(drafter name, depth) for the next window."""
+        ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence that got a slot: what the runner must load before its first step."""
+
+    sequence: Sequence
+    match: Match
+    pages: tuple[int, ...]
+    copy_from_page: int | None
+
+
+class QueueFull(Exception):
+    """Too many requests wait."""
+
+
+@dataclass
+class Scheduler:
+    """Owns the sequences and the pages they hold. `prefix` is None where nothing may be cached."""
+
+    pool: PagePool
+    prefix: PrefixTree
+    limits: Limits
+    policy: DepthPolicy
+    needs_state: bool
+    _waiting: list[Sequence] = field(default_factory=list)
+    _slots: list[Sequence | None] = field(default_factory=lambda: [None] * MAX_SLOTS)
+    _next_id: int = 1
+    _last_was_prefill: bool = False
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Raises QueueFull; the caller has checked the context limit."""
+        if len(self._waiting) >= self.limits.max_queued:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting already")
+        sequence = Sequence(self._next_id, request)
+        self._next_id += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Mark a sequence; it leaves at the next `retire`."""
+        sequence.cancelled = True
+
+    @property
+    def active(self) -> tuple[Sequence, ...]:
+        return tuple(sequence for sequence in self._slots if sequence is not None)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.active
+
+    def admit(self) -> Admission | None:
+        """Give the first waiting request a slot if its pages can be had; evicts cached pages for it."""
+        self._waiting = [sequence for sequence in self._waiting if not sequence.cancelled]
+        slot = next((i for i, held in enumerate(self._slots) if held is None), None)
+        if slot is None or not self._waiting:
+            return None
+        sequence = self._waiting[0]
+        request = sequence.request
+        match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
+        bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS
+        total_pages = -(-bound // PAGE_TOKENS)
+        held = [*match.pages, *([match.partial_page] if match.partial_page is not None else [])]
+        self.pool.retain(held)
+        wanted = total_pages - len(match.pages)
+        if wanted > self.pool.num_free:
+            self.prefix.evict(wanted - self.pool.num_free)
+        if wanted > self.pool.num_free:
+            self.pool.release(held)
+            return None
+        fresh = self.pool.allocate(wanted, after=match.pages[-1] if match.pages else None)
+        if match.partial_page is not None:
+            self.pool.release((match.partial_page,))
+        self._waiting.pop(0)
+        self._slots[slot] = sequence
+        sequence.slot = slot
+        sequence.pages = [*match.pages, *fresh]
+        sequence.cached_tokens = sequence.prefilled_tokens = match.total_tokens
+        sequence.length_bound_tokens = sequence.prompt_tokens
+        sequence.miss_reason = match.miss_reason
+        done = sequence.prefilled_tokens >= sequence.prefill_target_tokens
+        sequence.stage = Stage.DECODE if done else Stage.PREFILL
+        return Admission(sequence, match, tuple(sequence.pages), match.partial_page)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if nothing can run. Alternates when both kinds are due."""
+        prefilling = [s for s in self.active if s.stage is Stage.PREFILL]
+        decoding = [s for s in self.active if s.stage is Stage.DECODE]
+        if prefilling and not (decoding and self._last_was_prefill):
+            self._last_was_prefill = True
+            return self._prefill_plan(prefilling[0], shared=bool(decoding))
+        self._last_was_prefill = False
+        return self._verify_plan(decoding) if decoding else None
+
+    def prefill_done(self, plan: PrefillPlan) -> Sequence | None:
+        """A chunk was run. Returns the sequence when its whole prompt is in the cache."""
+        sequence = self._slots[plan.slot]
+        if sequence is None or sequence.id != plan.sequence_id:
+            return None
+        sequence.prefilled_tokens = plan.end_tokens
+        if plan.end_tokens < sequence.prefill_target_tokens:
+            return None
+        sequence.stage = Stage.DECODE
+        return sequence
+
+    def commit(self, plan: VerifyPlan, results: tuple[SlotResult, ...]) -> None:
+        """Results of a planned verify step: bounds become exact again, finished sequences are marked."""
+        planned = {slot.sequence_id: slot for slot in plan.slots}
+        for result in results:
+            sequence = self._slots[result.slot]
+            if sequence is None or sequence.id != result.sequence_id:
+                continue
+            sequence.length_bound_tokens -= 1 + planned[result.sequence_id].num_drafts - len(result.token_ids)
+            sequence.emitted_ids.extend(result.token_ids)
+            if result.finish:
+                sequence.finish = result.finish
+                sequence.stage = Stage.FINISHED
+
+    def retire(self, sequence: Sequence, keep: bool) -> None:
+        """Take a finished or cancelled sequence from its slot; `keep` remembers its tokens in the prefix tree.
+
+        The last token is not in the cache. Private requests are kept in memory like others: nothing here is written.
+        """
+        ids = sequence.known_ids[:-1]
+        if sequence.stage is Stage.PREFILL:
+            ids = ids[: sequence.prefilled_tokens]
+        if keep and ids:
+            self.prefix.insert(ids, sequence.pages, sequence.request.chat_id, sequence.request.cache_salt)
+        self.pool.release(sequence.pages)
+        self._slots[sequence.slot] = None
+        sequence.stage = Stage.FINISHED
+
+    def remember_prefix(self, sequence: Sequence, num_tokens: int) -> None:
+        """Put the first `num_tokens` of a running sequence into the tree, whole pages only."""
+        whole = num_tokens // PAGE_TOKENS * PAGE_TOKENS
+        if whole:
+            request = sequence.request
+            self.prefix.insert(request.prompt_ids[:whole], sequence.pages, request.chat_id, request.cache_salt)
+
+    def _prefill_plan(self, sequence: Sequence, shared: bool) -> PrefillPlan:
+        size = self.limits.shared_chunk_tokens if shared else self.limits.chunk_tokens
+        start = sequence.prefilled_tokens
+        border = start // size * size + size
+        return PrefillPlan(
+            slot=sequence.slot,
+            sequence_id=sequence.id,
+            start_tokens=start,
+            end_tokens=min(border, sequence.prefill_target_tokens),
+            drafter=sequence.request.drafter,
+        )
+
+    def _verify_plan(self, decoding: list[Sequence]) -> VerifyPlan:
+        spare_rows = MAX_ROWS - len(decoding)
+        slots = []
+        for index, sequence in enumerate(decoding):
+            drafter, depth = self.policy.choose(sequence, len(decoding))
+            share = spare_rows // (len(decoding) - index)
+            room = sequence.prompt_tokens + sequence.request.max_tokens - sequence.length_bound_tokens - 1
+            depth = max(0, min(depth, share, room))
+            spare_rows -= depth
+            slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
+            sequence.length_bound_tokens += 1 + depth
+        return VerifyPlan(tuple(slots))

@@ -1,0 +1,50 @@
+"""One sequence as the host sees it: what was planned, what came back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from localspec.core.records import Request
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass
+class Sequence:
+    """Mutable; only the scheduler changes it.
+
+    `length_bound_tokens` is at or above the committed length: it grows by a whole window when a step is planned and
+    is corrected when the step's result arrives.
+    """
+
+    id: int
+    request: Request
+    stage: Stage = Stage.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    length_bound_tokens: int = 0
+    emitted_ids: list[int] = field(default_factory=list)
+    miss_reason: str = ""
+    finish: str = ""
+    cancelled: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def prefill_target_tokens(self) -> int:
+        """The last prompt token is fed by the first verify step, so that only verify steps sample."""
+        return self.prompt_tokens - 1
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        return (*self.request.prompt_ids, *self.emitted_ids)
