@@ -1,0 +1,146 @@
+"""Drafts by looking for the last tokens earlier in the same text and copying what followed.
+
+Scans the history on the device (and the request's corpus, such as a predicted answer); keeps nothing and needs no
+weights. Speaks only after a match of a minimum length: a short match on free text costs more rows than it gains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localspec.core.cache_spec import CacheSpec
+from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
+from localspec.core.state import Cache, SequenceState
+from localspec.drafters import Depths, Drafter, DrafterSetup
+
+needs_weights = False
+_DEEPEST = 15
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """min_match_tokens: shortest match that is trusted; max_match_tokens: longest that is told apart.
+
+    drafts_per_match_token: a match of n tokens allows at most n times as many drafts.
+    """
+
+    min_match_tokens: int = 3
+    max_match_tokens: int = 12
+    drafts_per_match_token: int = 2
+
+
+@dataclass(frozen=True)
+class _Match:
+    """length: [S] int64 matched tokens (0: none); end: [S] int64 index of the match's last token."""
+
+    length: Tensor
+    end: Tensor
+
+
+class NgramDrafter:
+    """Longest match first, then the rightmost; the corpus wins over the history at equal length."""
+
+    name = "ngram"
+    origins: tuple[str, ...] = ("ngram",)
+    max_depth = _DEEPEST
+    needs = HiddenNeeds()
+    cache_spec = CacheSpec(owner="ngram", fingerprint="ngram")
+
+    def __init__(self, options: NgramOptions) -> None:
+        self._options = options
+
+    def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
+        """Copy what followed the best match. Confidence grows with the length of the match."""
+        bound = min(max(depths.length_bounds, default=1), state.history.shape[1])
+        suffix = self._suffix(state)
+        own = _longest_match(state.history[:, :bound], state.lengths - 1, suffix)
+        own_tokens = _continuation(state.history, own, state.lengths, depths.max_depth, wrap=True)
+        best, tokens = own, own_tokens
+        if state.corpus.shape[1] > 1:
+            given = _longest_match(state.corpus, state.corpus_lengths - 1, suffix)
+            given_tokens = _continuation(state.corpus, given, state.corpus_lengths, depths.max_depth, wrap=False)
+            use_given = given.length >= own.length
+            tokens = torch.where(use_given[:, None], given_tokens, own_tokens)
+            best = _Match(torch.maximum(given.length, own.length), given.end)
+        return self._draft(tokens, best.length, depths)
+
+    def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
+        """Nothing is kept: the history is read where it lies."""
+
+    def forget(self, slot: int) -> None:
+        """Nothing is kept."""
+
+    def _suffix(self, state: SequenceState) -> Tensor:
+        """[S, n] int64: the last tokens, newest first; -2 (which matches nothing) before the start of the text."""
+        back = torch.arange(self._options.max_match_tokens, device=state.history.device)
+        place = state.lengths[:, None] - 1 - back
+        return torch.where(place >= 0, state.history.gather(1, place.clamp(min=0)), -2)
+
+    def _draft(self, tokens: Tensor, match_length: Tensor, depths: Depths) -> Draft:
+        """Cut the continuation to what the match allows. tokens: [S, K] int64, -1 where the source ended."""
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        trusted = match_length >= self._options.min_match_tokens
+        allowed = torch.where(trusted, match_length * self._options.drafts_per_match_token, 0)
+        allowed = torch.minimum(allowed, depths.depths)
+        usable = (column < allowed[:, None]) & (tokens >= 0)
+        usable = usable.to(torch.int64).cumprod(dim=1).bool()
+        confidence = (match_length / (match_length + 1.0))[:, None].expand(tokens.shape)
+        return Draft(
+            token_ids=torch.where(usable, tokens, -1),
+            origins=torch.zeros_like(tokens),
+            num_drafts=usable.sum(dim=1),
+            origin_names=self.origins,
+            confidence=torch.where(usable, confidence, 0.0).to(torch.float32),
+        )
+
+
+def _longest_match(text: Tensor, last: Tensor, suffix: Tensor) -> _Match:
+    """Longest run of `suffix` (newest first) that ends before place `last` of `text`; the rightmost of equals.
+
+    text: [S, C] int64; last: [S] int64; suffix: [S, n] int64. Ends at or behind `last` do not count: in the history
+    that is the suffix itself, in a corpus nothing follows there.
+    """
+    place = torch.arange(text.shape[1], device=text.device)
+    alive = (text == suffix[:, :1]) & (place < last[:, None])
+    length = alive.to(torch.int32)
+    for back in range(1, min(suffix.shape[1], text.shape[1])):
+        alive = torch.cat([torch.zeros_like(alive[:, :back]), alive[:, back:] & _equal_before(text, suffix, back)], 1)
+        length += alive
+    score = length.to(torch.int64) * text.shape[1] + place
+    score = torch.where(length > 0, score, 0)
+    best = score.amax(dim=1)
+    return _Match(best // text.shape[1], best % text.shape[1])
+
+
+def _equal_before(text: Tensor, suffix: Tensor, back: int) -> Tensor:
+    """[S, C - back] bool: whether the token `back` places before each place equals the suffix there."""
+    return text[:, : text.shape[1] - back] == suffix[:, back : back + 1]
+
+
+def _continuation(text: Tensor, match: _Match, lengths: Tensor, count: int, wrap: bool) -> Tensor:
+    """[S, count] int64 tokens after the match, -1 where the source ends.
+
+    `wrap`: the text ends with the match itself, so its continuation repeats with the distance between the two.
+    """
+    column = torch.arange(count, device=text.device)
+    first = match.end[:, None] + 1
+    if wrap:
+        period = (lengths[:, None] - first).clamp(min=1)
+        place = first + column % period
+    else:
+        place = first + column
+    inside = place < lengths[:, None]
+    return torch.where(inside, text.gather(1, place.clamp(0, text.shape[1] - 1)), -1)
+
+
+def build(setup: DrafterSetup) -> Drafter:
+    """The drafter with its default options; the model does not matter."""
+    return NgramDrafter(NgramOptions())
+
+
+def tiny(setup: DrafterSetup) -> Drafter:
+    """An instance that speaks early, so that short test texts reach it."""
+    return NgramDrafter(NgramOptions(min_match_tokens=1))

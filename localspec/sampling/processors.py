@@ -1,0 +1,210 @@
+"""From logits to the law that a token is drawn from, exactly and for each row on its own.
+
+Order: grammar mask, bias, penalties (each row also counts the drafts before it), temperature, min-p, top-k, top-p.
+Slots with different parameters share one call, and a row's result depends on nothing but that row: probability mass
+is summed as integers (any order gives the same sum) and candidates are ordered by (logit, lower id first).
+Knows nothing of acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localspec.api.types import Sampling
+from localspec.core.records import Draft, Rows
+from localspec.core.state import SamplingTable
+from localspec.sampling.noise import gumbel
+
+FEW_CANDIDATES = 128
+_MASS_ONE = 2**34
+"""Mass of the best token; a vocabulary of 2^18 tokens sums below 2^53, so that float64 holds every sum exactly."""
+_ID_MASK = 0xFFFFFFFF
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class ProcessorPlan:
+    """What the requests of a step need, known to the host: a step of greedy requests is one argmax.
+
+    num_candidates: 0 when no top-k or top-p is used, else how many of the best tokens are ordered. A plan only saves
+    work: for a row that both cover, every plan gives the same token.
+    """
+
+    sampled: bool = True
+    bias: bool = True
+    penalties: bool = True
+    min_p: bool = True
+    num_candidates: int = 0
+
+    @classmethod
+    def for_requests(cls, samplings: Sequence[Sampling], vocab_size: int) -> ProcessorPlan:
+        """The cheapest plan that covers all of `samplings`."""
+        drawn = [sampling for sampling in samplings if sampling.temperature > 0]
+        ordered = [sampling for sampling in drawn if sampling.top_k > 0 or sampling.top_p < 1]
+        few = all(0 < sampling.top_k <= FEW_CANDIDATES for sampling in drawn)
+        return cls(
+            sampled=bool(drawn),
+            bias=any(sampling.logit_bias for sampling in samplings),
+            penalties=any(_has_penalty(sampling) for sampling in samplings),
+            min_p=any(sampling.min_p > 0 for sampling in drawn),
+            num_candidates=(min(FEW_CANDIDATES, vocab_size) if few else vocab_size) if ordered else 0,
+        )
+
+    @classmethod
+    def general(cls, vocab_size: int) -> ProcessorPlan:
+        """The plan that covers every request."""
+        return cls(num_candidates=vocab_size)
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """Sampling parameters of each row. temperature, top_p, min_p: [R] float32; top_k: [R] int64 (0: off)."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def gather(cls, table: SamplingTable, slots: Tensor) -> RowParameters:
+        """Parameters of rows with the given slots [R] int64, all at or above 0."""
+        return cls(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots])
+
+
+@dataclass(frozen=True)
+class Law:
+    """values [R, n] float32: logits of the law, -inf where refused; ids [R, n] int64 or None when column = id.
+
+    greedy: [R] int64 best token before temperature; is_greedy: [R] bool rows that take it, None: all rows.
+    """
+
+    values: Tensor
+    ids: Tensor | None
+    greedy: Tensor
+    is_greedy: Tensor | None
+
+    def draw(self, keys: Tensor) -> Tensor:
+        """keys [R, 2] int32 of `noise.row_keys` -> [R] int64 tokens: argmax of law + noise, lowest id among equals."""
+        if self.is_greedy is None:
+            return self.greedy
+        if self.ids is None:
+            columns = torch.arange(self.values.shape[1], device=self.values.device, dtype=torch.int32)
+            drawn = (self.values + gumbel(keys, columns)).argmax(dim=1)
+        else:
+            noisy = self.values + gumbel(keys, self.ids)
+            best = noisy == noisy.amax(dim=1, keepdim=True)
+            drawn = torch.where(best, self.ids, _ID_MASK).amin(dim=1)
+        return torch.where(self.is_greedy, self.greedy, drawn)
+
+    def log_probabilities(self, vocab_size: int) -> Tensor:
+        """[R, V] float32 log-probabilities of the law; of a greedy row, of its logits as at temperature 1."""
+        dense = self.values
+        if self.ids is not None:
+            dense = torch.full((self.values.shape[0], vocab_size), -torch.inf, device=self.values.device)
+            dense.scatter_(1, self.ids, self.values)
+        return dense.log_softmax(dim=1)
+
+
+def adjust(
+    logits: Tensor, rows: Rows, draft: Draft, table: SamplingTable, plan: ProcessorPlan, allowed: Tensor | None = None
+) -> Tensor:
+    """Everything before temperature. logits [R, V] float32 -> new [R, V] float32 without NaN.
+
+    allowed: [R, V] bool of a grammar, or None.
+    """
+    adjusted = logits.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+    slots = rows.slots.clamp(min=0)
+    if allowed is not None:
+        adjusted = adjusted.masked_fill_(~allowed, -torch.inf)
+    if plan.bias:
+        adjusted = adjusted + table.bias[slots]
+    if plan.penalties:
+        adjusted = _penalise(adjusted, rows, draft, table, slots)
+    return adjusted
+
+
+def law(adjusted: Tensor, parameters: RowParameters, plan: ProcessorPlan) -> Law:
+    """Temperature and filters. adjusted [R, V] float32 -> the law of each row."""
+    if not plan.sampled:
+        return Law(adjusted, None, adjusted.argmax(dim=1), None)
+    is_greedy = parameters.temperature <= 0
+    scaled = adjusted / torch.where(is_greedy, 1.0, parameters.temperature)[:, None]
+    # Rounding in the division may join two logits; the greedy token is taken from before it.
+    greedy = adjusted.argmax(dim=1)
+    if not plan.num_candidates:
+        if plan.min_p:
+            refused = (_masses(scaled) < _floor(parameters)) & ~is_greedy[:, None]
+            scaled = scaled.masked_fill(refused, -torch.inf)
+        return Law(scaled, None, greedy, is_greedy)
+    values, ids = _ordered(scaled, plan.num_candidates)
+    kept = _kept(values, parameters, scaled.shape[1])
+    return Law(torch.where(kept | is_greedy[:, None], values, -torch.inf), ids, greedy, is_greedy)
+
+
+def _kept(values: Tensor, parameters: RowParameters, vocab_size: int) -> Tensor:
+    """values [R, n] in falling order -> [R, n] bool: min-p, then top-k, then top-p; the best token always stays."""
+    rank = torch.arange(values.shape[1], device=values.device)
+    masses = _masses(values)
+    top_k = torch.where(parameters.top_k > 0, parameters.top_k, vocab_size)
+    kept = (masses >= _floor(parameters)) & (rank < top_k[:, None])
+    masses = torch.where(kept, masses, 0)
+    through = masses.cumsum(dim=1)
+    needed = parameters.top_p.to(torch.float64)[:, None] * through[:, -1:].to(torch.float64)
+    kept &= ((through - masses).to(torch.float64) < needed) | (parameters.top_p >= 1)[:, None]
+    return kept | (rank == 0)
+
+
+def _floor(parameters: RowParameters) -> Tensor:
+    """[R, 1] int64: least mass that min-p lets through (min-p is a share of the best token's probability)."""
+    return (parameters.min_p.to(torch.float64) * _MASS_ONE).to(torch.int64)[:, None]
+
+
+def _masses(scaled: Tensor) -> Tensor:
+    """[R, n] float32 -> [R, n] int64 probability relative to the row's best token, in units of 1 / _MASS_ONE."""
+    best = scaled.amax(dim=1, keepdim=True).clamp(min=-_LARGEST)
+    below = scaled - best
+    if below.device.type == "cpu":
+        below = below.to(torch.float64)
+    return (below.exp().to(torch.float64) * _MASS_ONE).to(torch.int64)
+
+
+def _ordered(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best of each row: values [R, count] falling, ids [R, count]; equal values by rising id.
+
+    Sorts integers that hold logit and id, so that no two are equal and the order is the same on every device.
+    """
+    bits = scaled.contiguous().view(torch.int32)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    keys = (rising.to(torch.int64) << 32) | (_ID_MASK - ids)
+    if count < scaled.shape[1]:
+        keys = keys.topk(count, dim=1).values
+    else:
+        keys = keys.sort(dim=1, descending=True).values
+    rising = (keys >> 32).to(torch.int32)
+    values = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return values, _ID_MASK - (keys & _ID_MASK)
+
+
+def _penalise(adjusted: Tensor, rows: Rows, draft: Draft, table: SamplingTable, slots: Tensor) -> Tensor:
+    """Repetition (prompt and answer), then frequency and presence (answer). [R, V] -> [R, V]."""
+    tokens = draft.token_ids[slots]  # [R, K]
+    row_index = torch.arange(rows.slots.shape[0], device=slots.device)
+    offset = row_index - rows.window_starts[slots]
+    before = torch.arange(tokens.shape[1], device=slots.device) < offset[:, None]
+    counts = table.output_counts[slots]  # [R, V] int32, a copy
+    counts.scatter_add_(1, tokens.clamp(min=0), (before & (tokens >= 0)).to(counts.dtype))
+    seen = (counts + table.prompt_counts[slots]) > 0
+    repetition = table.repetition_penalty[slots][:, None]
+    repeated = torch.where(adjusted > 0, adjusted / repetition, adjusted * repetition)
+    adjusted = torch.where(seen, repeated, adjusted)
+    adjusted = adjusted - table.frequency_penalty[slots][:, None] * counts
+    return adjusted - table.presence_penalty[slots][:, None] * (counts > 0)
+
+
+def _has_penalty(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
