@@ -74,6 +74,15 @@ def models_directory(data_dir: Path) -> Path:
     return directory
 
 
+def partial_directory(data_dir: Path, model_id: str) -> Path:
+    """`<data>/models/.partial/<id>`, where a pull keeps what it has so far; created for this user only."""
+    parent = models_directory(data_dir) / PARTIAL_DIRECTORY
+    parent.mkdir(mode=0o700, exist_ok=True)
+    directory = parent / check_model_id(model_id)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
 def sha256_of(path: Path) -> str:
     """Hash of a file, read in pieces."""
     digest = hashlib.sha256()

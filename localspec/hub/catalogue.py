@@ -1,0 +1,362 @@
+"""The models known by name: models.toml and the user's additions, read into frozen records. Torch-free.
+
+Knows what a catalogue entry may say, and refuses unknown keys, wrong types and unsafe names by name. Does not know
+whether an entry's source exists: that shows at pull, and an entry says with `verified` whether it was checked before.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from localspec.hub.layout import check_file_name, check_model_id
+from localspec.hub.records import HubError
+
+FORMAT_VERSION = 1
+MAX_CATALOGUE_BYTES = 1 << 20
+FORMATS = ("gguf", "nvfp4", "fp8", "bf16", "mxfp4")
+DRAFTER_KINDS = ("mtp", "eagle3", "dflash", "dspark", "draft_model")
+DEFAULT_INCLUDE = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*")
+SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}==[0-9][A-Za-z0-9.+]{0,39}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+
+
+def _empty_mapping() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PinnedFile:
+    """A file of a repository whose bytes are known beforehand."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Files of a hub repository: either pinned ones, or patterns that are resolved against its listing at pull."""
+
+    repo: str
+    revision: str = "main"
+    files: tuple[PinnedFile, ...] = ()
+    include: tuple[str, ...] = ()
+    mirrors: tuple[str, ...] = ()
+    """Addresses that serve the same repository under the same paths, tried after the hub."""
+
+
+@dataclass(frozen=True)
+class WheelSource:
+    """One file inside a wheel of a package index. The wheel is read as an archive, never installed or imported."""
+
+    requirement: str
+    wheel_name: str
+    wheel_size_bytes: int
+    wheel_sha256: str
+    member: str
+    member_size_bytes: int
+    member_sha256: str
+
+
+Source = HubSource | WheelSource
+
+
+@dataclass(frozen=True)
+class DrafterEntry:
+    """A drafter that fits the model. Without `repo` and `model` it lies in the model's own files."""
+
+    kind: str
+    repo: str | None = None
+    model: str | None = None
+    verified: bool = False
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of the catalogue."""
+
+    id: str
+    title: str
+    architecture: str
+    """`model_type` of the converted model; the file in localspec/models that runs it."""
+    format: str
+    licence: str
+    sources: tuple[Source, ...]
+    """Tried in order."""
+    aliases: tuple[str, ...] = ()
+    demo: bool = False
+    advice: str = ""
+    """A word for the user; for a demo it says what to pull for real work."""
+    base: str | None = None
+    """The upstream repository; its licence page is the one to accept."""
+    drafters: tuple[DrafterEntry, ...] = ()
+    sampling: Mapping[str, Mapping[str, float | int]] = field(default_factory=_empty_mapping)
+    """Presets by name; `default` becomes generation_config.json."""
+    smallest_gpu_gib: int = 0
+    """0: runs on a CPU."""
+    context_tokens: Mapping[int, int] = field(default_factory=_empty_mapping)
+    """GPU memory in GiB -> context that is estimated to fit."""
+    verified: bool = False
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All known models, in file order; the user's additions replace built-in ones of the same id."""
+
+    models: tuple[ModelEntry, ...]
+
+    def find(self, name: str) -> ModelEntry:
+        """The model of this id or alias, or an entry made up for a hub address `owner/name`.
+
+        Raises HubError that lists near names, or all of them.
+        """
+        for model in self.models:
+            if name == model.id or name in model.aliases:
+                return model
+        if _REPO.fullmatch(name):
+            return entry_for_repo(name)
+        known = [n for model in self.models for n in (model.id, *model.aliases)]
+        near = difflib.get_close_matches(name, known, n=3) or [model.id for model in self.models]
+        raise HubError(f"there is no model {name!r}; known are {', '.join(near)}, or give a hub address 'owner/name'")
+
+    def demo(self) -> ModelEntry:
+        """The embedded demo. Raises HubError when the catalogue has none."""
+        for model in self.models:
+            if model.demo:
+                return model
+        raise HubError("the catalogue has no demo model; name one with --model")
+
+
+def entry_for_repo(repo: str) -> ModelEntry:
+    """An unverified entry for any hub repository; architecture and format are found out at pull."""
+    if not _REPO.fullmatch(repo):
+        raise HubError(f"{repo!r} is not a hub address of the form 'owner/name'")
+    model_id = re.sub(r"[^a-z0-9._-]+", "-", repo.split("/")[1].lower()).replace("..", ".")
+    return ModelEntry(
+        id=check_model_id(model_id),
+        title=repo,
+        architecture="",
+        format="",
+        licence="",
+        sources=(HubSource(repo, include=DEFAULT_INCLUDE),),
+        base=repo,
+    )
+
+
+def load_catalogue(additions: Path | None = None, builtin: Path | None = None) -> Catalogue:
+    """Reads the built-in catalogue and, if the file exists, the user's additions. Raises HubError naming the key."""
+    models = {model.id: model for model in read_catalogue_file(builtin or builtin_path())}
+    if additions is not None and additions.exists():
+        models |= {model.id: model for model in read_catalogue_file(additions)}
+    names: dict[str, str] = {}
+    for model in models.values():
+        for name in (model.id, *model.aliases):
+            if names.setdefault(name, model.id) != model.id:
+                raise HubError(f"the name {name!r} belongs to both {names[name]} and {model.id}; change one of them")
+    return Catalogue(tuple(models.values()))
+
+
+def builtin_path() -> Path:
+    """models.toml: inside the installed package, or at the root of a source tree."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "models.toml"
+    return installed if installed.exists() else package.parent / "models.toml"
+
+
+def read_catalogue_file(path: Path) -> tuple[ModelEntry, ...]:
+    """The models of one file. Raises HubError naming the file, the model and the key."""
+    try:
+        raw = path.read_bytes()
+        if len(raw) > MAX_CATALOGUE_BYTES:
+            raise HubError(f"{path} is larger than {MAX_CATALOGUE_BYTES >> 10} KiB, which no catalogue is")
+        document = tomllib.loads(raw.decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise HubError(f"{path} cannot be read as TOML: {error}") from error
+    root = _Table(document, str(path))
+    version = root.take("format_version", int)
+    if version != FORMAT_VERSION:
+        raise HubError(f"{path} has format_version {version}, this program reads {FORMAT_VERSION}")
+    models = tuple(_read_model(table) for table in root.tables("model"))
+    root.finish()
+    if len({model.id for model in models}) != len(models):
+        raise HubError(f"{path} holds two models of the same id")
+    return models
+
+
+class _Table:
+    """A TOML table from which keys are taken with their type; whatever is left at `finish` is an error."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = dict(values)
+        self.where = where
+
+    def take(self, key: str, kind: type[T], default: T | None = None) -> T:
+        if key not in self._values:
+            if default is None:
+                raise HubError(f"{self.where}: the key {key!r} is missing")
+            return default
+        value = self._values.pop(key)
+        # bool is an int to isinstance; `demo = 1` and `top_k = true` are mistakes.
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise HubError(f"{self.where}: {key!r} is {value!r}, a {kind.__name__} is needed")
+        return value
+
+    def text(self, key: str, pattern: re.Pattern[str], default: str | None = None) -> str:
+        value = self.take(key, str, default)
+        if not pattern.fullmatch(value):
+            raise HubError(f"{self.where}: {key!r} is {value!r}, which is not of the form {pattern.pattern}")
+        return value
+
+    def choice(self, key: str, options: tuple[str, ...]) -> str:
+        value = self.take(key, str)
+        if value not in options:
+            raise HubError(f"{self.where}: {key!r} is {value!r}; one of {', '.join(options)} is needed")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.take(key, int, default)
+        if value < 0:
+            raise HubError(f"{self.where}: {key!r} is {value}, it cannot be negative")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        values: list[Any] = self.take(key, list, [])
+        if not all(isinstance(value, str) for value in values):
+            raise HubError(f"{self.where}: {key!r} must be a list of texts")
+        return tuple(values)
+
+    def tables(self, key: str) -> list[_Table]:
+        values: list[Any] = self.take(key, list, [])
+        if not all(isinstance(value, dict) for value in values):
+            raise HubError(f"{self.where}: {key!r} must be a list of tables")
+        return [_Table(value, f"{self.where}, {key} {i + 1}") for i, value in enumerate(values)]
+
+    def items(self, key: str) -> list[tuple[str, Any]]:
+        values: dict[str, Any] = self.take(key, dict, {})
+        return list(values.items())
+
+    def finish(self) -> None:
+        if self._values:
+            raise HubError(f"{self.where}: the key {min(self._values)!r} is not known; remove it or correct its name")
+
+
+def _read_model(table: _Table) -> ModelEntry:
+    model_id = check_model_id(table.take("id", str))
+    table.where = f"{table.where.split(',')[0]}, model {model_id}"
+    entry = ModelEntry(
+        id=model_id,
+        aliases=tuple(check_model_id(alias) for alias in table.texts("aliases")),
+        title=table.take("title", str),
+        demo=table.take("demo", bool, False),
+        advice=table.take("advice", str, ""),
+        architecture=table.text("architecture", re.compile(r"[a-z0-9_]{1,40}")),
+        format=table.choice("format", FORMATS),
+        licence=table.take("licence", str),
+        sources=tuple(_read_source(source) for source in table.tables("source")),
+        drafters=tuple(_read_drafter(drafter) for drafter in table.tables("drafter")),
+        sampling=MappingProxyType({name: _read_preset(table, name, keys) for name, keys in table.items("sampling")}),
+        smallest_gpu_gib=table.size("smallest_gpu_gib"),
+        context_tokens=_read_contexts(table),
+        verified=table.take("verified", bool),
+    )
+    base = table.text("base", _REPO)
+    table.finish()
+    if not entry.sources:
+        raise HubError(f"{table.where} has no source; give at least one [[model.source]]")
+    return replace(entry, base=base)
+
+
+def _read_source(table: _Table) -> Source:
+    kind = table.choice("kind", ("hub", "wheel"))
+    source = _read_hub_source(table) if kind == "hub" else _read_wheel_source(table)
+    table.finish()
+    return source
+
+
+def _read_hub_source(table: _Table) -> HubSource:
+    files = []
+    for entry in table.tables("files"):
+        files.append(
+            PinnedFile(
+                name=check_file_name(entry.take("name", str)),
+                size_bytes=entry.size("size_bytes"),
+                sha256=entry.text("sha256", _SHA256),
+            )
+        )
+        entry.finish()
+    source = HubSource(
+        repo=table.text("repo", _REPO),
+        revision=table.text("revision", _REVISION, "main"),
+        files=tuple(files),
+        include=table.texts("include"),
+        mirrors=table.texts("mirrors"),
+    )
+    if bool(source.files) == bool(source.include):
+        raise HubError(f"{table.where}: give either 'files' with their hashes or 'include' patterns")
+    return source
+
+
+def _read_wheel_source(table: _Table) -> WheelSource:
+    return WheelSource(
+        requirement=table.text("requirement", _REQUIREMENT),
+        wheel_name=check_file_name(table.take("wheel_name", str)),
+        wheel_size_bytes=table.size("wheel_size_bytes"),
+        wheel_sha256=table.text("wheel_sha256", _SHA256),
+        member=table.take("member", str),
+        member_size_bytes=table.size("member_size_bytes"),
+        member_sha256=table.text("member_sha256", _SHA256),
+    )
+
+
+def _read_drafter(table: _Table) -> DrafterEntry:
+    kind = table.choice("kind", DRAFTER_KINDS)
+    repo, model = table.take("repo", str, ""), table.take("model", str, "")
+    drafter = DrafterEntry(kind, repo or None, model or None, table.take("verified", bool))
+    table.finish()
+    if repo and not _REPO.fullmatch(repo):
+        raise HubError(f"{table.where}: 'repo' is {repo!r}, an address 'owner/name' is needed")
+    if kind == "draft_model" and not (repo or model):
+        raise HubError(f"{table.where}: a draft_model needs 'model' (an id of the catalogue) or 'repo'")
+    return drafter
+
+
+def _read_preset(table: _Table, name: str, keys: Any) -> Mapping[str, float | int]:
+    if not isinstance(keys, dict):
+        raise HubError(f"{table.where}: sampling.{name} must be a table")
+    for key, value in keys.items():
+        if key not in SAMPLING_KEYS:
+            raise HubError(
+                f"{table.where}: sampling.{name} has the unknown key {key!r}; known: {', '.join(SAMPLING_KEYS)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -2 <= value <= 1_000_000:
+            raise HubError(f"{table.where}: sampling.{name}.{key} is {value!r}, a number is needed")
+    return MappingProxyType(dict(keys))
+
+
+def _read_contexts(table: _Table) -> Mapping[int, int]:
+    contexts = {}
+    for gib, tokens in table.items("context_tokens"):
+        if not gib.isdecimal() or type(tokens) is not int or tokens <= 0:
+            raise HubError(f"{table.where}: context_tokens maps GiB to tokens, not {gib!r} to {tokens!r}")
+        contexts[int(gib)] = tokens
+    return MappingProxyType(dict(sorted(contexts.items())))

