@@ -54,16 +54,34 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class Built:
-    """A loaded model ready to run."""
+class ModelPlace:
+    """Where an installed model lies and how it is called."""
 
-    info: ModelInfo
-    text: TextStage
+    id: str
+    folder: Path
+    title: str
+    note: str = ""
+    demo: bool = False
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The running parts of an engine in tokens: everything but text."""
+
     loop: DecodeLoop
     metrics: MetricsRecorder
     tuner: Tuner
     runner: Runner
     scheduler: Scheduler
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded model ready to run."""
+
+    info: ModelInfo
+    text: TextStage
+    parts: Assembled
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -95,16 +113,8 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build(
-    folder: Path, model_id: str, title: str, note: str, demo: bool, options: EngineOptions, report: Report
-) -> Built:
-    """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
-    report("reading weights")
-    model, ops = load_model(folder, options.device)
-    limit = _context_limit(model, ops, options)
-    text = TextStage(folder, limit)
-    drafters = _drafters(model, ops, limit)
-    report("laying out memory")
+def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], options: EngineOptions) -> Assembled:
+    """Memory, stages and the decode loop around a loaded model. Raises ValueError if the cache does not fit."""
     specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
     num_pages = _num_pages(specs, limit, ops.device)
     pool = CachePool(specs, num_pages, MAX_SLOTS, ops.device)
@@ -119,22 +129,35 @@ def build(
         policy=tuner,
         needs_state=pool.has_states,
     )
+    metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
+    ring = ResultRing(lag=0 if ops.waits else 1)
+    loop = DecodeLoop(Stages(runner, drafter_set), scheduler, ring, tuner, metrics)
+    return Assembled(loop, metrics, tuner, runner, scheduler)
+
+
+def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
+    """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
+    report("reading weights")
+    model, ops = load_model(place.folder, options.device)
+    limit = _context_limit(model, ops, options)
+    text = TextStage(place.folder, limit)
+    drafters = weightless_drafters(model, ops, limit)
+    report("laying out memory")
+    assembled = assemble(model, ops, limit, drafters, options)
     info = ModelInfo(
-        id=model_id,
-        title=title,
+        id=place.id,
+        title=place.title,
         context_limit_tokens=limit,
         vocab_size=model.vocab_size,
-        demo=demo,
-        note=note,
-        drafters=("auto", "off", *drafter_set.names),
+        demo=place.demo,
+        note=place.note,
+        drafters=("auto", "off", *drafters),
         has_chat_template=text.template is not None,
         thinks=text.thinks,
         sampling=text.default_sampling(),
     )
-    metrics = MetricsRecorder(_first_snapshot(info, model, pool, ops, options))
-    ring = ResultRing(lag=0 if ops.waits else 1)
-    loop = DecodeLoop(Stages(runner, drafter_set), scheduler, ring, tuner, metrics)
-    return Built(info, text, loop, metrics, tuner, runner, scheduler)
+    assembled.metrics.update(model_id=place.id)
+    return Built(info, text, assembled)
 
 
 def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
@@ -144,7 +167,7 @@ def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
     return min(limit, DEFAULT_CPU_CONTEXT_TOKENS) if ops.device.type == "cpu" else limit
 
 
-def _drafters(model: Model, ops: Ops, limit: int) -> dict[str, Drafter]:
+def weightless_drafters(model: Model, ops: Ops, limit: int) -> dict[str, Drafter]:
     """Every drafter that needs no weights of its own, except `off`, which is the absence of one."""
     setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=limit)
     modules = {name: drafter_module(name) for name in drafter_names() if name != "off"}
@@ -174,15 +197,12 @@ def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
     return Tuner(tuple(arms), limits, default_drafter=options.drafter, default_depth=options.depth)
 
 
-def _first_snapshot(
-    info: ModelInfo, model: Model, pool: CachePool, ops: Ops, options: EngineOptions
-) -> MetricsSnapshot:
+def _first_snapshot(model: Model, pool: CachePool, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:
     return MetricsSnapshot(
         state="ready",
-        model_id=info.id,
         device=str(ops.device),
         drafter=options.drafter,
         depth=options.depth or 0,
-        context_limit_tokens=info.context_limit_tokens,
+        context_limit_tokens=limit,
         memory_bytes={"weights": model.read_bytes_per_token, "kv": pool.plane_bytes, "state": pool.state_bytes},
     )

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from localspec.api.engine import DrafterChoice
 from localspec.api.types import (
@@ -27,23 +26,12 @@ from localspec.api.types import (
     Usage,
 )
 from localspec.core.records import SlotResult
-from localspec.engine.build import Built, EngineOptions, build
+from localspec.engine.build import Built, EngineOptions, ModelPlace, build
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.engine.text import Prepared
 from localspec.engine.text_stream import Piece, TextStream
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelPlace:
-    """Where an installed model lies and how it is called. Raised errors of a locator are EngineError."""
-
-    id: str
-    folder: Path
-    title: str
-    note: str = ""
-    demo: bool = False
 
 
 Locator = Callable[[str, Callable[[str], None]], ModelPlace]
@@ -87,8 +75,10 @@ class LocalEngine:
     def metrics(self) -> MetricsSnapshot:
         built = self._built
         if built is not None:
-            choice = built.tuner
-            return replace(built.metrics.snapshot(), drafter=choice.default_drafter, depth=choice.default_depth or 0)
+            choice = built.parts.tuner
+            return replace(
+                built.parts.metrics.snapshot(), drafter=choice.default_drafter, depth=choice.default_depth or 0
+            )
         if self._failure is not None:
             return MetricsSnapshot(state="failed", stage=self._failure.message, model_id=self._loading_id)
         return MetricsSnapshot(state="loading", stage=self._stage, model_id=self._loading_id)
@@ -109,12 +99,12 @@ class LocalEngine:
         answer = _Answer(prepared, stream)
         news: asyncio.Queue[News] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
-        ticket = built.loop.submit(prepared.request, lambda item: _post(event_loop, news, item))
+        ticket = built.parts.loop.submit(prepared.request, lambda item: _post(event_loop, news, item))
         try:
             async for event in self._events(built, ticket, answer, news):
                 yield _with_reasoning(event, phases.thinking_tokens)
         finally:
-            built.loop.cancel(ticket)
+            built.parts.loop.cancel(ticket)
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         built = self._ready()
@@ -134,16 +124,18 @@ class LocalEngine:
         built = self._ready()
         prepared = await asyncio.to_thread(built.text.prepare, request)
         found: list[int] = []
-        scheduler = built.scheduler
+        scheduler = built.parts.scheduler
         ids = prepared.request.prompt_ids[:-1]
-        future = built.loop.call(lambda: found.append(scheduler.prefix.match(ids, scheduler.needs_state).total_tokens))
+        future = built.parts.loop.call(
+            lambda: found.append(scheduler.prefix.match(ids, scheduler.needs_state).total_tokens)
+        )
         await asyncio.wrap_future(future)
         return found[0]
 
     async def forget(self, chat_id: str) -> None:
         built = self._ready()
         built.text.tokenizer.memory.clear()
-        await asyncio.wrap_future(built.loop.forget(chat_id))
+        await asyncio.wrap_future(built.parts.loop.forget(chat_id))
 
     async def load(self, model_id: str) -> ModelInfo:
         await self._unload()
@@ -153,8 +145,8 @@ class LocalEngine:
     async def choose_drafter(self, choice: DrafterChoice) -> None:
         built = self._ready()
         self._check_drafter(built, choice.drafter)
-        built.tuner.default_drafter = choice.drafter
-        built.tuner.default_depth = choice.depth
+        built.parts.tuner.default_drafter = choice.drafter
+        built.parts.tuner.default_depth = choice.depth
 
     async def aclose(self) -> None:
         self._closed = True
@@ -163,14 +155,14 @@ class LocalEngine:
     async def _unload(self) -> None:
         built, self._built = self._built, None
         if built is not None:
-            await asyncio.to_thread(built.loop.stop)
+            await asyncio.to_thread(built.parts.loop.stop)
 
     def _load(self, model_id: str) -> None:
         try:
             self._report(f"looking for {model_id}")
             place = self._locate(model_id, self._report)
-            built = build(place.folder, place.id, place.title, place.note, place.demo, self._options, self._report)
-            built.loop.start()
+            built = build(place, self._options, self._report)
+            built.parts.loop.start()
             self._built = built
         except EngineError as error:
             self._failure = error
@@ -208,7 +200,7 @@ class LocalEngine:
                 if piece.text or piece.token_ids:
                     yield self._delta(built, piece, item.result)
                 if piece.stop_text is not None:
-                    built.loop.cancel(ticket)
+                    built.parts.loop.cancel(ticket)
                     yield self._done(answer, await _end(news), "stop", piece.stop_text)
                     return
             else:

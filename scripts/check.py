@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Runs every check of the project: lint, format, types, import contracts, tests. Stops at the first that fails.
+
+With arguments, they go to pytest and only the tests run. The torch-free tests run first and are timed apart.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def main() -> int:
+    pytest = [sys.executable, "-m", "pytest"]
+    if len(sys.argv) > 1:
+        return subprocess.call([*pytest, *sys.argv[1:]], cwd=ROOT)
+    steps = [
+        ("ruff", [str(BIN / "ruff"), "check", "localspec", "tests", "scripts"]),
+        ("format", [str(BIN / "ruff"), "format", "--check", "localspec", "tests", "scripts"]),
+        ("types", [str(BIN / "mypy")]),
+        ("imports", [str(BIN / "lint-imports")]),
+        ("tests without torch", [*pytest, "-m", "not torch and not gpu and not demo"]),
+        ("tests with torch", [*pytest, "-n", "2", "-m", "(torch or demo) and not gpu"]),
+    ]
+    for name, command in steps:
+        started = time.monotonic()
+        print(f"== {name}", flush=True)
+        status = subprocess.call(command, cwd=ROOT)
+        print(f"== {name}: {'ok' if status == 0 else 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

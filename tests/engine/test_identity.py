@@ -1,0 +1,93 @@
+"""The first promise on tiny random models: no drafter, depth, mix of widths or cached prefix changes a token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localspec.api.types import Sampling
+from localspec.core.records import MAX_SLOTS
+from localspec.drafters import DrafterSetup, drafter_module, drafter_names
+from localspec.engine.build import Assembled
+from localspec.models import architectures
+from tests.helpers.engine import make_request, run, token_engine
+from tests.helpers.models import load_model, random_checkpoint, reference_ops
+
+pytestmark = pytest.mark.torch
+LIMIT = 512
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.9, top_k=20, top_p=0.95),
+    "penalised": Sampling(temperature=0.7, min_p=0.02, presence_penalty=0.5, repetition_penalty=1.1),
+}
+
+
+@pytest.fixture(scope="module", params=architectures())
+def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembled]:
+    """An engine with a tiny instance of every drafter that can be built for this architecture."""
+    folder: Path = random_checkpoint(request.param, 3, tmp_path_factory.mktemp(request.param))
+    ops = reference_ops()
+    model = load_model(folder, ops)
+    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=LIMIT)
+    drafters = {name: drafter_module(name).tiny(setup) for name in drafter_names() if name != "off"}
+    with token_engine(model, ops, LIMIT, drafters) as engine:
+        yield engine
+
+
+def repeated_prompt(seed: int, length: int, vocab: int = 90) -> list[int]:
+    """A prompt that repeats itself, so that copying from history has something to copy."""
+    generator = random.Random(seed)
+    phrase = [generator.randrange(vocab) for _ in range(11)]
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += phrase if generator.random() < 0.6 else [generator.randrange(vocab) for _ in range(3)]
+    return ids[:length]
+
+
+@pytest.mark.parametrize("law", SAMPLINGS)
+@pytest.mark.parametrize("name", [n for n in drafter_names() if n != "off"])
+def test_drafter_changes_no_token(parts: Assembled, name: str, law: str) -> None:
+    prompts = [repeated_prompt(seed, 40 + 37 * seed) for seed in range(4)]
+    plain = run(parts, [make_request(p, sampling=SAMPLINGS[law], seed=i) for i, p in enumerate(prompts)])
+    for depth in (1, 5, 15):
+        alone = run(parts, [make_request(prompts[1], drafter=name, depth=depth, sampling=SAMPLINGS[law], seed=1)])
+        assert alone[0].token_ids == plain[1].token_ids
+        mixed = [
+            make_request(p, drafter=name if i % 2 else "off", depth=depth - i, sampling=SAMPLINGS[law], seed=i)
+            for i, p in enumerate(prompts)
+        ]
+        together = run(parts, mixed)
+        assert [item.token_ids for item in together] == [item.token_ids for item in plain]
+    counts = {drafter.name: drafter for drafter in parts.metrics.snapshot().drafters}
+    assert counts[name].drafted_tokens > 0, "the drafter never spoke, so nothing was tested"
+
+
+def test_cached_prefix_gives_the_same_tokens_and_logprobs(parts: Assembled) -> None:
+    first = repeated_prompt(11, 150)
+    [fresh] = run(parts, [make_request(first, logprobs=0, max_tokens=30)])
+    second = [*first, *fresh.token_ids, *repeated_prompt(12, 23)]
+    [cached] = run(parts, [make_request(second, logprobs=0, max_tokens=20, sampling=SAMPLINGS["sampled"])])
+    assert cached.cached_tokens == len(first) + len(fresh.token_ids) - 1
+    [salted] = run(
+        parts, [make_request(second, logprobs=0, max_tokens=20, sampling=SAMPLINGS["sampled"], cache_salt="fresh")]
+    )
+    assert salted.cached_tokens == 0
+    assert salted.token_ids == cached.token_ids
+    assert salted.logprobs == cached.logprobs
+
+
+def test_stop_and_length_end_where_they_should(parts: Assembled) -> None:
+    prompt = repeated_prompt(5, 60)
+    [free] = run(parts, [make_request(prompt, max_tokens=30)])
+    stop = free.token_ids[9]
+    cut = free.token_ids.index(stop) + 1
+    for drafter in ("off", "ngram"):
+        [stopped] = run(parts, [make_request(prompt, max_tokens=30, stop_ids=(stop,), drafter=drafter, depth=15)])
+        assert stopped.token_ids == free.token_ids[:cut]
+        assert stopped.end is not None and stopped.end.finish == "stop"
+        [short] = run(parts, [make_request(prompt, max_tokens=5, drafter=drafter, depth=15)])
+        assert short.token_ids == free.token_ids[:5]
+        assert short.end is not None and short.end.finish == "length"
