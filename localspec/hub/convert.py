@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.formats.gguf import Bytes2d, GgufError, GgufFile, GgufTensor
 from localspec.hub import gguf_models, tokenizer_gguf
+from localspec.hub.gguf import Bytes2d, GgufError, GgufFile, GgufTensor
 from localspec.hub.gguf_models import MappedTensor
 from localspec.hub.layout import write_json
 from localspec.hub.records import HubError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.formats.gguf import GgufFile, Value
+from localspec.hub.gguf import GgufFile, Value
 from localspec.hub.records import HubError
 
 Json = dict[str, Any]

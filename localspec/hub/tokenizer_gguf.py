@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from localspec.formats.gguf import Value
+from localspec.hub.gguf import Value
 from localspec.hub.records import HubError
 
 Json = dict[str, Any]

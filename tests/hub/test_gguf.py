@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from localspec.formats.gguf import TENSOR_TYPES, GgufError, GgufFile, dequantise
+from localspec.hub.gguf import TENSOR_TYPES, GgufError, GgufFile, dequantise
 
 
 def random_blocks(type_id: int, n_blocks: int, seed: int) -> np.ndarray:
