@@ -14,11 +14,13 @@ listed there are plain tensors. Values equal those of the GGUF file bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 QUANT_METHOD = "localspec-blocks"
+QUANT_METHODS = (QUANT_METHOD,)
 BLOCK_VALUES = 32
 METHODS = ("q4_0", "q4_1", "q8_0")
 
@@ -76,3 +78,46 @@ def dequantise(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if minimum is not None:
         blocks = blocks + minimum.float().unsqueeze(-1)
     return blocks.reshape(n_rows, n_columns)
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """A logical weight [N, K] in blocks of 32 along K; tensors as in the table above.
+
+    codes: [N, K/2] u8 or [N, K] i8; scale, minimum: [N, K/32] f16.
+    """
+
+    method: str
+    codes: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.scale.shape[1] * BLOCK_VALUES
+
+    def dequantise(self) -> torch.Tensor:
+        """[N, K] f32, exact."""
+        parts = {"w.q": self.codes, "w.scale": self.scale}
+        return dequantise(parts if self.minimum is None else {**parts, "w.min": self.minimum}, "w")
+
+
+def is_stored(tensors: Mapping[str, torch.Tensor], name: str) -> bool:
+    """Whether `name` is stored as blocks."""
+    return is_quantised(tensors, name)
+
+
+def weight(tensors: Mapping[str, torch.Tensor], name: str, quantisation: Mapping[str, Any]) -> BlockWeight:
+    """The weight `name`. Raises KeyError when a part is missing, ValueError when parts and config do not agree."""
+    method = methods_by_name(quantisation).get(name)
+    if method is None:
+        raise ValueError(f"{name} is stored as blocks, but quantization_config.tensors does not name its method")
+    codes, scale = tensors[f"{name}.q"], tensors[f"{name}.scale"]
+    minimum = tensors[f"{name}.min"] if method == "q4_1" else None
+    width = codes.shape[-1] * (1 if method == "q8_0" else 2)
+    if codes.ndim != 2 or codes.dtype != (torch.int8 if method == "q8_0" else torch.uint8) or width % BLOCK_VALUES:
+        raise ValueError(f"{name}.q is a {codes.dtype} of shape {tuple(codes.shape)}, which {method} does not allow")
+    for part in (scale, minimum):
+        if part is not None and tuple(part.shape) != (codes.shape[0], width // BLOCK_VALUES):
+            raise ValueError(f"{name}: scales of shape {tuple(part.shape)} do not fit codes of {tuple(codes.shape)}")
+    return BlockWeight(method, codes, scale, minimum)

@@ -1,0 +1,162 @@
+"""Every operation in plain PyTorch on any device: the specification of the other back ends, and the back end for CPUs.
+
+Computes in float32. On CPUs the row count of each matmul is padded to a multiple of 4, which makes a row's bits equal
+in all windows and chunks: float32 products of this size differ for 1, 2 and 3 rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localspec.kernels import reference_gdn
+from localspec.kernels.elementwise import sigmoid, silu
+from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
+from localspec.kernels.reference_attention import PAGE_TOKENS, ROW_MULTIPLE, paged_attention
+from localspec.kernels.weights import LogicalWeight
+
+PRIORITY = 0
+
+
+def supports(device: str) -> str | None:
+    """Reason why this back end cannot run on `device` ("cpu", "cuda", "cuda:1"), or None. It runs everywhere."""
+    del device
+    return None
+
+
+def create(device: str) -> ReferenceOps:
+    """The back end on a device, computing in float32."""
+    return ReferenceOps(torch.device(device))
+
+
+@dataclass(frozen=True)
+class ReferenceWeight:
+    """[N, K] float32 rows on the back end's device."""
+
+    matrix: Tensor
+    gated: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    @property
+    def read_bytes(self) -> int:
+        return self.matrix.numel() * self.matrix.element_size()
+
+
+class ReferenceOps:
+    """Meets `Ops`. `activation_dtype` other than float32 rounds between operations as a card would."""
+
+    name = "reference"
+    prefill_row_multiple = ROW_MULTIPLE
+
+    def __init__(self, device: torch.device, activation_dtype: torch.dtype = torch.float32) -> None:
+        self.device = device
+        self.activation_dtype = activation_dtype
+        self.waits = device.type == "cpu"
+
+    def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
+        """Dequantise and stack; a single float32 part on the device is used in place, without a copy."""
+        if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
+            raise ValueError("a gated weight is made of two parts of equal shape, gate and up")
+        matrices = [part.dequantise().to(self.device) for part in parts]
+        matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return ReferenceWeight(matrix.contiguous(), gated)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        norm: Norm | None = None,
+        epilogue: Epilogue = "none",
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `Ops.linear`. Raises ValueError where epilogue, weight and residual do not fit each other."""
+        if not isinstance(weight, ReferenceWeight):
+            raise ValueError(f"a {type(weight).__name__} was packed by another back end")
+        if (epilogue == "silu_mul") != weight.gated or (epilogue == "residual") != (residual is not None):
+            raise ValueError("silu_mul needs a gated weight, and the residual epilogue a residual")
+        num_rows = x.shape[0]
+        x = functional.pad(x.float(), (0, 0, 0, -num_rows % ROW_MULTIPLE))
+        if norm is not None:
+            x = _rms_norm(x, norm)
+        out = functional.linear(x, weight.matrix)[:num_rows]
+        if bias is not None:
+            out = out + bias.float()
+        if epilogue == "silu_mul":
+            gate, up = out.chunk(2, dim=1)
+            out = silu(gate) * up
+        elif residual is not None:
+            out = out + residual.float()
+        return out.to(out_dtype or self.activation_dtype)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Ops.embed`. Ids below zero (rows without a draft) read row 0."""
+        found = table[token_ids.clamp_min(0).to(table.device)]
+        return found.to(self.device, self.activation_dtype)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.rms_norm`."""
+        return _rms_norm(x.float(), norm).to(x.dtype)
+
+    def norm_rope(self, x: Tensor, norm: Norm | None, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """See `Ops.norm_rope`."""
+        out = x.float() if norm is None else _rms_norm(x.float(), norm)
+        angles = positions.view(-1, 1, 1).float() * inv_freq  # [R, 1, rot / 2]
+        cos, sin = angles.cos(), angles.sin()
+        half = inv_freq.shape[0]
+        first, second, rest = out[..., :half], out[..., half : 2 * half], out[..., 2 * half :]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        return turned.to(x.dtype)
+
+    def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
+        """See `Ops.store_kv`. Padding rows write to page 0, which belongs to no sequence."""
+        slots = paging.slots
+        real = slots >= 0
+        positions = torch.where(real, positions, 0)
+        numbers = paging.block_tables[slots.clamp_min(0), positions // PAGE_TOKENS].long()
+        pages[torch.where(real, numbers, 0), positions % PAGE_TOKENS] = values.to(pages.dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        paging: Paging,
+        key_begin: Tensor,
+        key_end: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See `Ops.attention`; output rows of padding are zero."""
+        slots = paging.slots.tolist()
+        return paged_attention(q, k_pages, v_pages, paging.block_tables, slots, key_begin, key_end, scale)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        return (silu(gate.float()) * up.float()).to(gate.dtype)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.sigmoid_mul`."""
+        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+
+    def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
+        """See `Ops.gdn`. Rows run one after the other, in prefill too."""
+        return reference_gdn.gdn(inputs, weights, state).to(self.activation_dtype)
+
+    def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
+        """See `Ops.gdn_fold`."""
+        reference_gdn.gdn_fold(state, pending_rows)
+
+
+def _rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x [..., K] float32 -> float32."""
+    scaled = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
+    weight = norm.weight.float()
+    return scaled * (weight + 1.0 if norm.plus_one else weight)

@@ -1,0 +1,146 @@
+"""Attention over paged keys and values in plain PyTorch: the specification of every attention kernel.
+
+Keys are taken in fixed splits of 256 positions (4 pages). Each split is a matmul of the same shape whatever the cache
+length, a masked key weighs exactly zero, the row maximum does not depend on order, and splits are added in order: so a
+row's bits are the same in a window, in a prefill chunk of any size and at any cache length. The pool must be finite
+(zero-filled at creation), because a masked key still meets its value as 0 * value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_TOKENS = 64
+SPLIT_PAGES = 4
+SPLIT_KEYS = SPLIT_PAGES * PAGE_TOKENS
+ROW_MULTIPLE = 4
+"""Rows of a matmul are padded to this: float32 products differ between 1, 2, 3 rows and a multiple of 4."""
+BLOCK_ROWS = 256
+"""Most rows that are scored at once; bounds the memory for scores."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Splits [first, last) of a sequence. `page` is the first page where they lie in one piece, else None."""
+
+    first: int
+    last: int
+    page: int | None
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    slots: Sequence[int],
+    key_begin: Tensor,
+    key_end: Tensor,
+    scale: float,
+) -> Tensor:
+    """softmax(q k^T * scale) v over keys [key_begin, key_end) of each row's slot.
+
+    q: [R, H, D]; pages: [num_pages, 64, Hkv, D]; block_tables: [S, P] int32; slots: R host integers, -1 for padding
+    rows, whose output is zero; key_begin, key_end: [R] int64, at least one key a row. Returns [R, H, D] in q's dtype.
+    """
+    out = torch.zeros_like(q)
+    begins, ends = key_begin.tolist(), key_end.tolist()
+    for first, last in _row_blocks(slots):
+        split_range = min(begins[first:last]) // SPLIT_KEYS, -(-max(ends[first:last]) // SPLIT_KEYS)
+        pages = block_tables[slots[first], : split_range[1] * SPLIT_PAGES].tolist()
+        runs = _runs(pages, split_range, k_pages.shape[0])
+        bounds = key_begin[first:last], key_end[first:last]
+        out[first:last] = _attend(q[first:last].float() * scale, (k_pages, v_pages), pages, runs, bounds)
+    return out
+
+
+def _row_blocks(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of one slot, at most BLOCK_ROWS long; padding rows are left out."""
+    first = 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or slots[row] != slots[first] or row - first == BLOCK_ROWS:
+            if slots[first] >= 0:
+                yield first, row
+            first = row
+
+
+def _runs(pages: list[int], split_range: tuple[int, int], num_pages: int) -> list[_Run]:
+    """Splits joined while their pages follow each other; a split with scattered or missing pages stands alone."""
+    runs: list[_Run] = []
+    for split in range(*split_range):
+        own = pages[split * SPLIT_PAGES : (split + 1) * SPLIT_PAGES]
+        start = own[0]
+        # Pages behind the sequence's end are 0 or missing: what follows in the pool is masked and may be read instead.
+        used = [page for page in own if page > 0]
+        joined = used == list(range(start, start + len(used))) and 0 < start <= num_pages - SPLIT_PAGES
+        if not joined:
+            runs.append(_Run(split, split + 1, None))
+        elif runs and runs[-1].page is not None and runs[-1].page + (split - runs[-1].first) * SPLIT_PAGES == start:
+            runs[-1] = _Run(runs[-1].first, split + 1, runs[-1].page)
+        else:
+            runs.append(_Run(split, split + 1, start))
+    return runs
+
+
+def _keys(pool: Tensor, pages: list[int], run: _Run) -> Tensor:
+    """[splits, 256, Hkv, D] float32: a view where the pages lie in one piece, else a copy."""
+    num_splits = run.last - run.first
+    if run.page is not None:
+        found = pool[run.page : run.page + num_splits * SPLIT_PAGES]
+    else:
+        own = pages[run.first * SPLIT_PAGES : run.last * SPLIT_PAGES]
+        own += [0] * (num_splits * SPLIT_PAGES - len(own))
+        found = pool[torch.tensor(own, device=pool.device)]
+    return found.reshape(num_splits, SPLIT_KEYS, *pool.shape[2:]).float()
+
+
+def _attend(
+    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], bounds: tuple[Tensor, Tensor]
+) -> Tensor:
+    """q [r, H, D] float32, scaled, all of one slot -> [r, H, D] float32."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = pools[0].shape[2]
+    group = num_heads // num_kv_heads
+    first_split, num_splits = runs[0].first, runs[-1].last - runs[0].first
+    padded = -(-num_rows * group // ROW_MULTIPLE) * ROW_MULTIPLE
+    grouped = q.new_zeros(num_kv_heads, padded, head_dim)
+    grouped[:, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+    hidden = _hidden_keys(bounds, first_split, num_splits, group, padded)
+    keys = [_keys(pools[0], pages, run) for run in runs]
+    values = [_keys(pools[1], pages, run) for run in runs]
+    out = q.new_empty(num_kv_heads, padded, head_dim)
+    scores = q.new_empty(num_splits, padded, SPLIT_KEYS)
+    parts = q.new_empty(num_splits, padded, head_dim)
+    for head in range(num_kv_heads):
+        for run, key in zip(runs, keys, strict=True):
+            target = scores[run.first - first_split : run.last - first_split]
+            torch.bmm(grouped[head].expand(len(target), -1, -1), key[:, :, head].transpose(1, 2), out=target)
+        scores.masked_fill_(hidden, float("-inf"))
+        weights = scores.sub_(scores.amax(dim=(0, 2)).view(1, -1, 1)).exp_()
+        for run, value in zip(runs, values, strict=True):
+            span = slice(run.first - first_split, run.last - first_split)
+            torch.bmm(weights[span], value[:, :, head], out=parts[span])
+        out[head] = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
+    rows = out[:, : num_rows * group].view(num_kv_heads, num_rows, group, head_dim)
+    return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+
+
+def _hidden_keys(bounds: tuple[Tensor, Tensor], first_split: int, num_splits: int, group: int, padded: int) -> Tensor:
+    """[splits, padded rows, 256] bool: keys that a row may not see. Padding rows see all, which keeps them finite."""
+    begin, end = (bound.repeat_interleave(group).view(1, -1, 1) for bound in bounds)
+    positions = torch.arange(first_split * SPLIT_KEYS, (first_split + num_splits) * SPLIT_KEYS, device=begin.device)
+    positions = positions.view(num_splits, 1, SPLIT_KEYS)
+    hidden = (positions < begin) | (positions >= end)
+    return torch.nn.functional.pad(hidden, (0, 0, 0, padded - hidden.shape[1]))
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Sum over dim 0 from first to last; `Tensor.sum` would choose an order that depends on the count."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,102 @@
+"""Attention with paged keys and values: grouped heads, optional biases, per-head norms and an output gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from localspec.core.cache_spec import PlaneSpec, StateSpec
+from localspec.core.state import Cache
+from localspec.formats import Checkpoint
+from localspec.kernels.ops import Norm, Ops, PackedWeight
+from localspec.layers.linear import Projections, check_shape, load_projections, load_vector
+from localspec.layers.step import LayerStep
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes and options that a config settles. `gated`: q_proj gives (query, gate) for each head."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    gated: bool = False
+    norm_eps: float = 1e-6
+    norm_plus_one: bool = False
+
+
+class Attention:
+    """Mixer of one layer; its planes are "k.<layer>" and "v.<layer>"."""
+
+    states: tuple[StateSpec, ...] = ()
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        layer: int,
+        input_norm: Norm,
+        inv_freq: Tensor,
+        ops: Ops,
+        checkpoint: Checkpoint,
+        prefix: str,
+    ) -> None:
+        """Reads the weights under `prefix` ("model.layers.0.self_attn."). Raises ValueError for what is missing."""
+        self.shape, self.input_norm, self.inv_freq = shape, input_norm, inv_freq
+        dtype = str(ops.activation_dtype).removeprefix("torch.")
+        kv_shape = (shape.num_kv_heads, shape.head_dim)
+        self.planes: tuple[PlaneSpec, ...] = (
+            PlaneSpec(f"k.{layer}", kv_shape, dtype),
+            PlaneSpec(f"v.{layer}", kv_shape, dtype),
+        )
+        names = tuple(f"{prefix}{part}_proj" for part in ("q", "k", "v"))
+        self.qkv: Projections = load_projections(ops, checkpoint, names, shape.bias)
+        width = shape.num_heads * shape.head_dim
+        kv_width = shape.num_kv_heads * shape.head_dim
+        if self.qkv.sizes != (width * (2 if shape.gated else 1), kv_width, kv_width):
+            raise ValueError(f"{prefix}q_proj, k_proj, v_proj have {self.qkv.sizes} rows; the heads ask for others")
+        output = checkpoint.weight(f"{prefix}o_proj.weight")
+        check_shape(output, f"{prefix}o_proj.weight", (shape.hidden_size, width))
+        self.output: PackedWeight = ops.pack([output])
+        self.output_bias = (
+            load_vector(ops, checkpoint, f"{prefix}o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
+        )
+        self.q_norm = self._head_norm(ops, checkpoint, f"{prefix}q_norm.weight")
+        self.k_norm = self._head_norm(ops, checkpoint, f"{prefix}k_norm.weight")
+        self.read_bytes = self.qkv.read_bytes + self.output.read_bytes
+
+    def _head_norm(self, ops: Ops, checkpoint: Checkpoint, name: str) -> Norm | None:
+        if not self.shape.head_norms:
+            return None
+        weight = load_vector(ops, checkpoint, name, (self.shape.head_dim,))
+        return Norm(weight, self.shape.norm_eps, self.shape.norm_plus_one)
+
+    def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
+        """x [R, D] -> x + attention [R, D]; writes the rows' keys and values first."""
+        shape, (k_plane, v_plane) = self.shape, self.planes
+        q, k, v = self.qkv(ops, x, self.input_norm)
+        num_rows, positions = x.shape[0], step.rows.positions
+        k = k.view(num_rows, shape.num_kv_heads, shape.head_dim)
+        v = v.view(num_rows, shape.num_kv_heads, shape.head_dim)
+        gate: Tensor | None = None
+        if shape.gated:
+            q, gate = q.view(num_rows, shape.num_heads, 2, shape.head_dim).unbind(2)  # [R, H, D] each
+        else:
+            q = q.view(num_rows, shape.num_heads, shape.head_dim)
+        q = ops.norm_rope(q, self.q_norm, positions, self.inv_freq)
+        k = ops.norm_rope(k, self.k_norm, positions, self.inv_freq)
+        k_pages, v_pages = step.cache.planes[k_plane.name], step.cache.planes[v_plane.name]
+        ops.store_kv(k, k_pages, step.paging, positions)
+        ops.store_kv(v, v_pages, step.paging, positions)
+        scale = shape.head_dim**-0.5
+        mixed = ops.attention(q, k_pages, v_pages, step.paging, step.key_begin, step.key_end, scale)
+        if gate is not None:
+            mixed = ops.sigmoid_mul(mixed, gate)
+        return ops.linear(mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias)
+
+    def fold(self, ops: Ops, cache: Cache, pending_rows: Tensor) -> None:
+        """Attention keeps no recurrent state."""
