@@ -1,1 +1,1 @@
-"""Click commands, one file a group. They read the configuration, build what they need and print; no logic of their own."""
+"""Click commands, one file a group: they read the settings, build what they need and print. No logic of their own."""

@@ -1,0 +1,75 @@
+"""The command line: finds commands by name and imports only the one that runs.
+
+`--help` must come within half a second and without torch, so nothing is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+
+from localspec.commands.common import EXIT_INTERRUPTED
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "chat": ("localspec.commands.chat:chat", "Chat in the terminal."),
+    "run": ("localspec.commands.run:run", "Answer one prompt and exit."),
+    "serve": ("localspec.commands.serve:serve", "Open the local OpenAI-compatible port."),
+    "pull": ("localspec.commands.models:pull", "Get a model."),
+    "ls": ("localspec.commands.models:ls", "List models."),
+    "show": ("localspec.commands.models:show", "Show what is known of a model."),
+    "rm": ("localspec.commands.models:rm", "Remove an installed model."),
+    "bench": ("localspec.commands.bench:bench", "Measure drafting against plain decoding."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module_name), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _version() -> str:
+    try:
+        return version("localspec")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(_version(), prog_name="localspec")
+def group() -> None:
+    """Local inference for one GPU: drafts ahead, proves every token, shows what it gains."""
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong use, 3 this machine cannot, 130 interrupted."""
+    try:
+        group.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("localspec: interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What commands share: settings, the way to models, exit codes, output. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from localspec.config import DEMO_MODEL_ID, Settings, load_settings
+
+if TYPE_CHECKING:
+    from localspec.engine.build import ModelPlace
+    from localspec.hub.catalogue import Catalogue
+    from localspec.hub.records import HubSettings, PullProgress
+
+EXIT_FAILED = 1
+EXIT_WRONG_USE = 2
+EXIT_MACHINE_CANNOT = 3
+EXIT_INTERRUPTED = 130
+ADDITIONS_FILE = "models.toml"
+
+
+class Fail(click.ClickException):
+    """One line on stderr and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"localspec: {self.message}", err=True)
+
+
+def fail(message: str, exit_code: int = EXIT_FAILED) -> NoReturn:
+    raise Fail(message, exit_code)
+
+
+def settings() -> Settings:
+    return load_settings()
+
+
+def hub_settings(config: Settings) -> HubSettings:
+    from localspec.hub.records import HubSettings
+
+    network = config.network
+    return HubSettings(
+        endpoint=network.hub_endpoint,
+        token=network.hub_token,
+        index_url=network.package_index,
+        hub_cache_dir=str(network.hub_cache_dir) if network.hub_cache_dir is not None else None,
+    )
+
+
+def catalogue(config: Settings) -> Catalogue:
+    from localspec.hub.catalogue import load_catalogue
+
+    additions = config.paths.data_dir / ADDITIONS_FILE
+    return load_catalogue(additions if additions.exists() else None)
+
+
+def installed_ids(config: Settings) -> list[str]:
+    """Ids of installed models, newest first."""
+    folder = config.paths.models_dir
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / "localspec.json").is_file()]
+    return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+def default_model(config: Settings) -> str:
+    """The newest model that was pulled for real work, else the demo."""
+    others = [model_id for model_id in installed_ids(config) if model_id != DEMO_MODEL_ID]
+    return others[0] if others else DEMO_MODEL_ID
+
+
+def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[str], None]], ModelPlace]:
+    """Finds an installed model; fetches the demo, and only the demo, when it is not there. Raises EngineError."""
+
+    def locate(model_id: str, report: Callable[[str], None]) -> ModelPlace:
+        from localspec.api.types import EngineError
+        from localspec.engine.build import ModelPlace
+        from localspec.hub.pull import pull
+        from localspec.hub.records import HubError
+
+        def show(progress: PullProgress) -> None:
+            share = f" {progress.done_bytes * 100 // progress.total_bytes}%" if progress.total_bytes else ""
+            report(f"{progress.message}{share}")
+
+        try:
+            entry = catalogue(config).find(model_id)
+            folder = config.paths.models_dir / entry.id
+            if not (folder / "localspec.json").is_file():
+                if not entry.demo:
+                    raise EngineError(
+                        "model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}"
+                    )
+                pull(entry, config.paths.data_dir, hub_settings(config), show, offline=offline)
+            return ModelPlace(entry.id, Path(folder), entry.title, entry.advice, entry.demo)
+        except HubError as error:
+            raise EngineError("model_not_found", str(error)) from error
+
+    return locate
+
+
+def print_json(document: Any) -> None:
+    click.echo(json.dumps(document, ensure_ascii=False, indent=2))
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt itself, or all of stdin for `-`."""
+    if argument != "-":
+        return argument
+    text = sys.stdin.read()
+    if not text.strip():
+        fail("stdin held no prompt; pipe some text in, or give the prompt as an argument", EXIT_WRONG_USE)
+    return text
+
+
+def gib(size_bytes: int) -> str:
+    """A size for people."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.1f} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,154 @@
+"""Plans without a device: admission, alternation, bounds, fairness of rows, cancellation."""
+
+from __future__ import annotations
+
+import pytest
+
+from localspec.api.types import Sampling
+from localspec.cache.pages import PagePool
+from localspec.cache.prefix import PrefixTree
+from localspec.core.records import MAX_ROWS, PrefillPlan, Request, SlotResult, VerifyPlan
+from localspec.scheduler.scheduler import Limits, QueueFull, Scheduler
+from localspec.scheduler.sequence import Sequence, Stage
+
+
+class FixedDepth:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
+        return "ngram", self.depth
+
+
+def make(depth: int = 4, num_pages: int = 200, context: int = 1024, max_queued: int = 8) -> Scheduler:
+    pool = PagePool(num_pages)
+    tree = PrefixTree(pool, 4, lambda snapshot: None)
+    return Scheduler(pool, tree, Limits(context, max_queued), FixedDepth(depth), needs_state=False)
+
+
+def request(length: int = 10, max_tokens: int = 50, first: int = 0) -> Request:
+    return Request("", tuple(range(first, first + length)), Sampling(), 1, max_tokens, ())
+
+
+def admit_all(scheduler: Scheduler) -> list[Sequence]:
+    admitted = []
+    while (admission := scheduler.admit()) is not None:
+        admitted.append(admission.sequence)
+    return admitted
+
+
+def finish_prefill(scheduler: Scheduler) -> list[PrefillPlan]:
+    plans = []
+    while any(s.stage is Stage.PREFILL for s in scheduler.active):
+        plan = scheduler.plan()
+        if isinstance(plan, PrefillPlan):
+            plans.append(plan)
+            scheduler.prefill_done(plan)
+    return plans
+
+
+def emit(scheduler: Scheduler, plan: VerifyPlan, count: int, finish: str = "") -> None:
+    results = tuple(
+        SlotResult(s.slot, s.sequence_id, (1,) * count, ("target",) * count, s.num_drafts, count - 1, "ngram", finish)  # type: ignore[arg-type]
+        for s in plan.slots
+    )
+    scheduler.commit(plan, results)
+
+
+def test_prefill_chunks_end_at_absolute_borders_and_leave_the_last_token() -> None:
+    scheduler = make()
+    scheduler.add(request(600))
+    admit_all(scheduler)
+    plans = finish_prefill(scheduler)
+    assert [(p.start_tokens, p.end_tokens) for p in plans] == [(0, 256), (256, 512), (512, 599)]
+    assert [p.tile_start_tokens for p in plans] == [0, 256, 512]
+
+
+def test_a_long_prompt_stops_the_others_for_one_chunk_at_most() -> None:
+    scheduler = make()
+    scheduler.add(request(2))
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    scheduler.add(request(500, first=1000))
+    admit_all(scheduler)
+    kinds = []
+    for _ in range(8):
+        plan = scheduler.plan()
+        kinds.append(type(plan).__name__)
+        if isinstance(plan, PrefillPlan):
+            assert plan.end_tokens - plan.start_tokens <= 64
+            scheduler.prefill_done(plan)
+        elif plan is not None:
+            emit(scheduler, plan, 1)
+    assert sorted(kinds[:2]) == ["PrefillPlan", "VerifyPlan"] and kinds == kinds[:2] * 4
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
+def test_rows_never_exceed_the_step(num_sequences: int) -> None:
+    scheduler = make(depth=15)
+    for index in range(num_sequences):
+        scheduler.add(request(5, first=100 * index))
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan)
+    assert len(plan.slots) == num_sequences and plan.num_rows <= MAX_ROWS
+    depths = [slot.num_drafts for slot in plan.slots]
+    assert max(depths) - min(depths) <= 1 and plan.num_rows >= MAX_ROWS - num_sequences
+
+
+def test_bounds_are_corrected_by_results() -> None:
+    scheduler = make(depth=4)
+    scheduler.add(request(10))
+    [sequence] = admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan) and sequence.length_bound_tokens == 15
+    emit(scheduler, plan, 2)
+    assert sequence.length_bound_tokens == 12 and sequence.emitted_ids == [1, 1]
+
+
+def test_depth_never_reaches_past_the_last_token() -> None:
+    scheduler = make(depth=15)
+    scheduler.add(request(10, max_tokens=3))
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan) and plan.slots[0].num_drafts == 2
+
+
+def test_admission_waits_for_pages_and_evicts_what_is_only_cached() -> None:
+    scheduler = make(num_pages=8)
+    scheduler.add(request(200, max_tokens=50))
+    scheduler.add(request(200, max_tokens=50, first=1000))
+    [first] = admit_all(scheduler)
+    assert [s.id for s in scheduler.waiting] == [2]
+    finish_prefill(scheduler)
+    scheduler.retire(first, keep=True)
+    assert scheduler.prefix.num_pages == 4
+    [second] = admit_all(scheduler)
+    assert second.id == 2 and len(second.pages) == 5
+
+
+def test_the_queue_is_bounded_and_cancelled_requests_leave_it() -> None:
+    scheduler = make(max_queued=2)
+    waiting = [scheduler.add(request()), scheduler.add(request())]
+    with pytest.raises(QueueFull, match="2 requests"):
+        scheduler.add(request())
+    scheduler.cancel(waiting[0])
+    assert [s.id for s in admit_all(scheduler)] == [2]
+
+
+def test_every_page_comes_back() -> None:
+    scheduler = make()
+    for index in range(6):
+        scheduler.add(request(100 + index, first=index))
+    for _ in range(3):
+        for sequence in admit_all(scheduler):
+            scheduler.cancel(sequence)
+        for sequence in scheduler.active:
+            scheduler.retire(sequence, keep=True)
+    assert scheduler.idle
+    assert scheduler.pool.num_free + scheduler.prefix.num_pages == scheduler.pool.num_pages - 1
+    scheduler.prefix.clear()
+    assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
