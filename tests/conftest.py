@@ -1,0 +1,38 @@
+"""Fixtures that several packages share. The demo model is fetched once and kept beside the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TEST_HOME = Path(__file__).parent.parent / ".test-home"
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The installed demo model. Fails, never skips, when it cannot be had: real weights are part of the tests."""
+    from localspec.config import DEMO_MODEL_ID
+    from localspec.hub.catalogue import load_catalogue
+    from localspec.hub.pull import pull
+    from localspec.hub.records import HubError, HubSettings
+
+    entry = load_catalogue().find(DEMO_MODEL_ID)
+    folder = TEST_HOME / "models" / entry.id
+    if not (folder / "localspec.json").is_file():
+        try:
+            pull(entry, TEST_HOME, HubSettings())
+        except HubError as error:  # another test process fetches it
+            if "another process" not in str(error):
+                raise
+            _wait_for(folder / "localspec.json")
+    return folder
+
+
+def _wait_for(path: Path, timeout_s: float = 120.0) -> None:
+    import time
+
+    end = time.monotonic() + timeout_s
+    while not path.is_file():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.2)

@@ -1,0 +1,179 @@
+"""Text in and out: template, history that keeps its tokens, characters and stop strings across token borders."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localspec.api.types import EngineError, GenerateRequest, Message, Phase, Sampling
+from localspec.engine.template import ChatTemplate
+from localspec.engine.text import TextStage
+from localspec.engine.text_stream import PhaseTracker, TextStream
+from localspec.engine.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.demo
+TEXTS = (
+    "Plain words, then 12345 and 日本語 and emoji 👩‍👩‍👧‍👦 family, naïve café.\n\n```python\nprint('x')\n```",
+    "ﬀ ligature, Ω≈ç√, tabs\tand  spaces   , \u202e right to left, 🏳️‍🌈🇩🇪",
+    "кириллица, العربية, हिन्दी, 한국어, ไทย",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_folder: Path) -> Tokenizer:
+    return Tokenizer(demo_folder)
+
+
+@pytest.fixture(scope="module")
+def text(demo_folder: Path) -> TextStage:
+    return TextStage(demo_folder, 512)
+
+
+def phases() -> PhaseTracker:
+    return PhaseTracker(False, (None, None), (None, None))
+
+
+def streamed(tokenizer: Tokenizer, ids: tuple[int, ...], stops: tuple[str, ...], seed: int) -> tuple[str, str | None]:
+    """Push ids in random runs; checks that spans cover the text and that no piece holds half a character."""
+    stream = TextStream(tokenizer, stops, (), phases())
+    generator = random.Random(seed)
+    out, index, seen = "", 0, 0
+    while index < len(ids):
+        run = ids[index : index + generator.randint(1, 5)]
+        index += len(run)
+        piece = stream.push(run, ["target"] * len(run))
+        assert sum(span.n_chars for span in piece.spans) == len(piece.text)
+        assert "\N{REPLACEMENT CHARACTER}" not in piece.text
+        out += piece.text
+        seen += len(piece.token_ids)
+        if piece.stop_text is not None:
+            return out, piece.stop_text
+    tail = stream.finish()
+    assert seen + len(tail.token_ids) == len(ids)
+    return out + tail.text, tail.stop_text
+
+
+@pytest.mark.parametrize("source", TEXTS)
+def test_streamed_text_is_the_text(tokenizer: Tokenizer, source: str) -> None:
+    ids = tokenizer.encode(source)
+    for seed in range(5):
+        assert streamed(tokenizer, ids, (), seed) == (source, None)
+
+
+@settings(max_examples=80, deadline=None)
+@given(source=st.text(alphabet="ab\n 🙂é日", min_size=1, max_size=60), cut=st.data())
+def test_a_stop_string_ends_the_text_wherever_tokens_part(
+    tokenizer: Tokenizer, source: str, cut: st.DataObject
+) -> None:
+    start = cut.draw(st.integers(0, len(source) - 1))
+    stop = source[start : start + cut.draw(st.integers(1, 6))]
+    ids = tokenizer.encode(source)
+    whole, _ = streamed(tokenizer, ids, (), 1)
+    assert whole == source
+    shown, found = streamed(tokenizer, ids, (stop, "never to be seen"), 1)
+    assert found == stop and shown == source[: source.index(stop)]
+
+
+def test_a_half_stop_string_is_shown_in_the_end(tokenizer: Tokenizer) -> None:
+    shown, found = streamed(tokenizer, tokenizer.encode("one two thr"), ("three",), 3)
+    assert (shown, found) == ("one two thr", None)
+
+
+def test_bytes_that_are_no_character_are_shown_in_the_end(tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("日")[:1]
+    stream = TextStream(tokenizer, (), (), phases())
+    assert stream.push(half, ["target"]).text == ""
+    assert stream.finish().text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_origins_follow_the_characters(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    stream = TextStream(tokenizer, (), (), phases())
+    piece = stream.push(ids, ["target", "ngram", "ngram"])
+    assert [(span.origin, span.n_chars) for span in piece.spans] == [("target", 3), ("ngram", 10)]
+
+
+def test_phases_follow_the_markers() -> None:
+    tracker = PhaseTracker(True, (10, 11), (20, 21))
+    seen = [tracker.see(token) for token in (1, 2, 11, 3, 20, 4, 21, 5)]
+    think, answer, tool = Phase.THINKING, Phase.ANSWER, Phase.TOOL_CALL
+    assert seen == [think, think, think, answer, tool, tool, tool, answer]
+    assert tracker.thinking_tokens == 3
+
+
+def test_history_keeps_its_tokens(text: TextStage) -> None:
+    first = (Message("user", "Say something."),)
+    prepared = text.prepare(GenerateRequest(messages=first))
+    # The model may split a word otherwise than the tokenizer would.
+    odd = (*text.tokenizer.encode("Hel"), *text.tokenizer.encode("lo"), *text.stop_ids[:1])
+    assert odd[:-1] != text.tokenizer.encode("Hello")
+    text.remember(prepared, odd)
+    second = (*first, Message("assistant", "Hello"), Message("user", "Again."))
+    again = text.prepare(GenerateRequest(messages=second)).request.prompt_ids
+    whole = (*prepared.request.prompt_ids, *odd)
+    assert again[: len(whole)] == whole
+    assert text.tokenizer.decode(again, skip_special=False).endswith("<|im_start|>assistant\n")
+
+
+def test_context_overflow_names_both_numbers(text: TextStage) -> None:
+    with pytest.raises(EngineError, match=r"the prompt has \d+ tokens but the context holds 512") as caught:
+        text.prepare(GenerateRequest(prompt="word " * 600))
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (GenerateRequest(), "exactly one of"),
+        (GenerateRequest(prompt="a", prompt_token_ids=(1,)), "exactly one of"),
+        (GenerateRequest(prompt=""), "the prompt is empty"),
+        (GenerateRequest(prompt_token_ids=(1, 49999)), "49999"),
+        (GenerateRequest(prompt="a", sampling=Sampling(temperature=-1)), "temperature"),
+        (GenerateRequest(prompt="a", sampling=Sampling(top_p=0)), "top_p"),
+        (GenerateRequest(prompt="a", sampling=Sampling(logit_bias=((60000, 1.0),))), "logit_bias"),
+    ],
+)
+def test_wrong_requests_say_what_is_wrong(text: TextStage, request_: GenerateRequest, words: str) -> None:
+    with pytest.raises(EngineError, match=words) as caught:
+        text.prepare(request_)
+    assert caught.value.code == "bad_request"
+
+
+def test_the_last_assistant_message_can_be_continued(text: TextStage) -> None:
+    messages = (Message("user", "Count."), Message("assistant", "One, two,"))
+    prepared = text.prepare(GenerateRequest(messages=messages, continue_final_message=True))
+    assert prepared.prompt_text is not None and prepared.prompt_text.endswith("One, two,")
+
+
+def test_the_template_equals_the_authors_rendering(demo_folder: Path, text: TextStage) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(tokenizer_file=str(demo_folder / "tokenizer.json"))
+    source = text.tokenizer.config["chat_template"]
+    for messages in (
+        [Message("user", "Hi <b>")],
+        [Message("system", "Be terse."), Message("user", "Hi"), Message("assistant", "Yo"), Message("user", "Bye")],
+    ):
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        expected = other.apply_chat_template(plain, chat_template=source, tokenize=False, add_generation_prompt=True)
+        assert text.template is not None and text.template.render(messages, (), {}) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for i in range(100000000) %}x{% endfor %}",
+    ],
+)
+def test_a_hostile_template_is_refused(source: str) -> None:
+    template = ChatTemplate(source, {}, lambda: datetime(2026, 1, 1))
+    with pytest.raises(EngineError):
+        template.render([Message("user", "x")], (), {})
