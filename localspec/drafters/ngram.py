@@ -49,8 +49,10 @@ class NgramDrafter:
     needs = HiddenNeeds()
     cache_spec = CacheSpec(owner="ngram", fingerprint="ngram")
 
-    def __init__(self, options: NgramOptions) -> None:
+    def __init__(self, options: NgramOptions, host_knows: bool = False) -> None:
+        """host_knows: device values cost nothing to read (CPU), so that no more of the corpus is scanned than is used."""
         self._options = options
+        self._host_knows = host_knows
 
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """Copy what followed the best match. Confidence grows with the length of the match."""
@@ -59,9 +61,12 @@ class NgramDrafter:
         own = _longest_match(state.history[:, :bound], state.lengths - 1, suffix)
         own_tokens = _continuation(state.history, own, state.lengths, depths.max_depth, wrap=True)
         best, tokens = own, own_tokens
-        if state.corpus.shape[1] > 1:
-            given = _longest_match(state.corpus, state.corpus_lengths - 1, suffix)
-            given_tokens = _continuation(state.corpus, given, state.corpus_lengths, depths.max_depth, wrap=False)
+        corpus = state.corpus
+        if self._host_knows and corpus.shape[1]:
+            corpus = corpus[:, : int(state.corpus_lengths.max())]
+        if corpus.shape[1] > 1:
+            given = _longest_match(corpus, state.corpus_lengths - 1, suffix)
+            given_tokens = _continuation(corpus, given, state.corpus_lengths, depths.max_depth, wrap=False)
             use_given = given.length >= own.length
             tokens = torch.where(use_given[:, None], given_tokens, own_tokens)
             best = _Match(torch.maximum(given.length, own.length), given.end)
@@ -138,9 +143,9 @@ def _continuation(text: Tensor, match: _Match, lengths: Tensor, count: int, wrap
 
 def build(setup: DrafterSetup) -> Drafter:
     """The drafter with its default options; the model does not matter."""
-    return NgramDrafter(NgramOptions())
+    return NgramDrafter(NgramOptions(), setup.ops.waits)
 
 
 def tiny(setup: DrafterSetup) -> Drafter:
     """An instance that speaks early, so that short test texts reach it."""
-    return NgramDrafter(NgramOptions(min_match_tokens=1))
+    return NgramDrafter(NgramOptions(min_match_tokens=1), setup.ops.waits)

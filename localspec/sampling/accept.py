@@ -33,6 +33,7 @@ class RowRules:
     allowed: Tensor | None = None
 
 
+@torch.inference_mode()
 def accept(
     logits: Tensor,
     rows: Rows,

@@ -141,11 +141,11 @@ def law(adjusted: Tensor, parameters: RowParameters, plan: ProcessorPlan) -> Law
             scaled = scaled.masked_fill(refused, -torch.inf)
         return Law(scaled, None, greedy, is_greedy)
     values, ids = _ordered(scaled, plan.num_candidates)
-    kept = _kept(values, parameters, scaled.shape[1])
+    kept = kept_candidates(values, parameters, scaled.shape[1])
     return Law(torch.where(kept | is_greedy[:, None], values, -torch.inf), ids, greedy, is_greedy)
 
 
-def _kept(values: Tensor, parameters: RowParameters, vocab_size: int) -> Tensor:
+def kept_candidates(values: Tensor, parameters: RowParameters, vocab_size: int) -> Tensor:
     """values [R, n] in falling order -> [R, n] bool: min-p, then top-k, then top-p; the best token always stays."""
     rank = torch.arange(values.shape[1], device=values.device)
     masses = _masses(values)

@@ -43,8 +43,10 @@ def propose(
 ) -> list[list[int]]:
     state = state_of(texts, corpora)
     before = state.history.clone()
-    drafter = NgramDrafter(options or NgramOptions(min_match_tokens=1, drafts_per_match_token=16))
-    draft = drafter.propose(depths_of(depths, state, max_depth), state, Cache({}, {}))
+    chosen = options or NgramOptions(min_match_tokens=1, drafts_per_match_token=16)
+    draft = NgramDrafter(chosen).propose(depths_of(depths, state, max_depth), state, Cache({}, {}))
+    bounded = NgramDrafter(chosen, host_knows=True).propose(depths_of(depths, state, max_depth), state, Cache({}, {}))
+    assert torch.equal(draft.token_ids, bounded.token_ids)
     assert torch.equal(state.history, before)
     counts = draft.num_drafts.tolist()
     for row, count in zip(draft.token_ids.tolist(), counts, strict=True):

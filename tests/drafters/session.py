@@ -1,0 +1,109 @@
+"""A small engine for the tests of drafters: a random target, its caches, and steps in the order that the engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from localspec.api.types import Sampling
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, StepResult, VerifyPlan
+from localspec.core.state import Cache
+from localspec.drafters import Depths, Drafter, DrafterSetup, drafter_module
+from localspec.models import Model
+from localspec.runner.inputs import prefill_rows, verify_rows
+from localspec.runner.slots import fill_slot, make_state, release_slot
+from localspec.sampling.accept import accept
+from tests.helpers.models import load_model, make_cache, random_checkpoint, reference_ops
+
+CONTEXT_TOKENS = 512
+PAGES_PER_SLOT = -(-CONTEXT_TOKENS // PAGE_TOKENS) + 1
+
+
+def random_target(model_type: str, folder: Path, seed: int = 0) -> Model:
+    return load_model(random_checkpoint(model_type, seed, folder))
+
+
+def setup_for(model: Model, folder: Path | None = None) -> DrafterSetup:
+    return DrafterSetup(reference_ops(), model, MAX_SLOTS, CONTEXT_TOKENS, folder=folder)
+
+
+def tiny_drafter(name: str, model: Model) -> Drafter:
+    return drafter_module(name).tiny(setup_for(model))
+
+
+class Session:
+    """Sequences in up to four slots over one target and one drafter."""
+
+    def __init__(self, model: Model, drafter: Drafter) -> None:
+        self.model, self.drafter = model, drafter
+        self.state = make_state(CONTEXT_TOKENS, model.vocab_size, torch.device("cpu"))
+        num_pages = 1 + MAX_SLOTS * PAGES_PER_SLOT
+        self.target_cache = make_cache(model.cache_spec, num_pages, MAX_SLOTS)
+        self.cache: Cache = make_cache(drafter.cache_spec, num_pages, MAX_SLOTS)
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1
+        self.pages = order.to(torch.int32).view(MAX_SLOTS, PAGES_PER_SLOT)
+        self.active: list[int] = []
+
+    def start(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        sampling: Sampling = Sampling(),  # noqa: B008
+        max_tokens: int = 400,
+        chunk: int = 64,
+        stop_ids: tuple[int, ...] = (),
+    ) -> None:
+        """Give the slot to a new sequence and read its prompt."""
+        if slot in self.active:
+            self.drafter.forget(slot)
+            release_slot(self.state, slot)
+        request = Request("r", tuple(prompt), sampling, sampling.seed or 0, max_tokens, stop_ids)
+        fill_slot(self.state, slot, request)
+        self.state.block_tables[slot, :PAGES_PER_SLOT] = self.pages[slot]
+        for states in self.target_cache.states.values():
+            states[slot].zero_()
+        for begin in range(0, len(prompt) - 1, chunk):
+            plan = PrefillPlan(slot, 0, begin, min(begin + chunk, len(prompt) - 1), "test")
+            rows = prefill_rows(plan, self.state, 4)
+            forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
+            self.state.pending_rows[slot] = 0
+            self.drafter.observe(rows, forward, self.state, self.cache)
+        self.active = sorted({*self.active, slot})
+
+    def depths(self, by_slot: Sequence[int], max_depth: int | None = None) -> Depths:
+        by_slot = list(by_slot) + [0] * (MAX_SLOTS - len(by_slot))
+        slots = tuple(self.active)
+        bounds = tuple(int(self.state.lengths[slot]) for slot in slots)
+        return Depths(torch.tensor(by_slot), max(by_slot) if max_depth is None else max_depth, slots, bounds)
+
+    def propose(self, by_slot: Sequence[int], max_depth: int | None = None) -> Draft:
+        return self.drafter.propose(self.depths(by_slot, max_depth), self.state, self.cache)
+
+    def verify(self, draft: Draft, padding: int = 0) -> StepResult:
+        """Run the window of every active slot with the drafts that it has, accept, and show the drafter."""
+        counts = draft.num_drafts.tolist()
+        plan = VerifyPlan(
+            tuple(SlotPlan(slot, 0, "t", counts[slot], int(self.state.lengths[slot])) for slot in self.active)
+        )
+        rows = verify_rows(plan, draft, self.state, plan.num_rows + padding)
+        forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
+        logits = self.model.logits(forward.hidden)
+        result = accept(logits, rows, draft, self.state, logprobs=None)
+        self.drafter.observe(rows, forward, self.state, self.cache)
+        return result
+
+    def step(self, by_slot: Sequence[int]) -> StepResult:
+        return self.verify(self.propose(by_slot))
+
+    def answer(self, slot: int) -> list[int]:
+        return self.state.history[slot, int(self.state.prompt_lengths[slot]) : int(self.state.lengths[slot])].tolist()
+
+
+def fixed_draft(rows: Sequence[Sequence[int]], width: int) -> Draft:
+    """Drafts given by the test, one list for each of the four slots."""
+    padded = [list(row) + [-1] * (width - len(row)) for row in rows]
+    padded += [[-1] * width] * (MAX_SLOTS - len(padded))
+    ids = torch.tensor(padded, dtype=torch.int64).reshape(MAX_SLOTS, width)
+    return Draft(ids, torch.zeros_like(ids), (ids >= 0).sum(dim=1), ("given",))
