@@ -37,7 +37,6 @@ from localspec.hub.web import (
     words_of,
 )
 
-CHUNK_BYTES = 256 << 10
 SIDECAR_INTERVAL_S = 1.0
 WORKER_EXIT_S = 1.0
 MAX_PAUSE_S = 30.0
@@ -209,7 +208,9 @@ class Transfer:
             if self._stop.is_set():
                 return
             if n_failures >= self._settings.max_attempts:
-                raise SourceUnavailable(f"{host_of(self.remote.url)} gave up on {self.remote.name} ({reason})")
+                raise SourceUnavailable(
+                    f"{host_of(self.remote.url)} failed {n_failures} times in a row on {self.remote.name} ({reason})"
+                )
             before, pause_s = position, 0.0
             try:
                 position = self._stream(handle, Span(position, span.end))
@@ -228,9 +229,10 @@ class Transfer:
         try:
             with self._client.stream("GET", self.remote.url, headers=headers) as response:
                 self._check_range(response, span)
+                # Chunks as the network gives them: what a larger buffer holds is lost when the connection drops.
                 # A server without ranges sends the whole file again: the part before the span is dropped.
                 n_skipped = span.start if response.status_code == HTTP_OK else 0
-                for chunk in response.iter_raw(CHUNK_BYTES):
+                for chunk in response.iter_raw():
                     kept = chunk[n_skipped : n_skipped + span.end - position]
                     n_skipped = max(0, n_skipped - len(chunk))
                     if not self._keep(handle, kept, position):
