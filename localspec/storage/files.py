@@ -182,15 +182,15 @@ def sweep_temporary_files(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock file against other writers, across processes; a killed holder frees it.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process holds it and `wait` is False.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(fd)
