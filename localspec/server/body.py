@@ -1,0 +1,56 @@
+"""Reading JSON bodies that may be anything: too large, torn, deep, not UTF-8, with half characters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from localspec.server.errors import bad
+from localspec.server.fields import Fields
+from localspec.server.security import too_large
+from localspec.server.settings import ServerSettings
+from localspec.server.sse import ClientLeft
+
+
+async def read_fields(request: Request, settings: ServerSettings) -> Fields:
+    """The JSON object of a request. Raises ApiError 400 or 413, ClientLeft if the body never came whole."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > settings.max_body_bytes:
+                raise too_large(settings)
+    except ClientDisconnect as gone:
+        raise ClientLeft from gone
+    return Fields(parse(bytes(body)))
+
+
+def parse(body: bytes) -> Any:
+    """JSON value of a body. Raises ApiError 400."""
+    if not body.strip():
+        return {}
+    try:
+        data = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise bad("The body is not UTF-8 text.", code="invalid_json") from None
+    except RecursionError:
+        raise bad("The body is nested too deeply.", code="invalid_json") from None
+    except ValueError as reason:
+        raise bad(f"The body is not JSON: {str(reason)[:200]}.", code="invalid_json") from None
+    if b"\\u" in body:
+        _refuse_half_characters(data)
+    return data
+
+
+def _refuse_half_characters(data: Any) -> None:
+    """A lone surrogate has no UTF-8 form: tokenizers and answers would fail on it later."""
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise bad("The body holds half of a character (a lone surrogate).", code="invalid_json") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
