@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localspec.kernels.reference_linear import ROW_MULTIPLE
+
 PAGE_TOKENS = 64
 SPLIT_PAGES = 4
 SPLIT_KEYS = SPLIT_PAGES * PAGE_TOKENS
-ROW_MULTIPLE = 4
-"""Rows of a matmul are padded to this: float32 products differ between 1, 2, 3 rows and a multiple of 4."""
-BLOCK_ROWS = 256
+BLOCK_ROWS = 64
 """Most rows that are scored at once; bounds the memory for scores."""
 
 
@@ -107,24 +107,22 @@ def _attend(
     group = num_heads // num_kv_heads
     first_split, num_splits = runs[0].first, runs[-1].last - runs[0].first
     padded = -(-num_rows * group // ROW_MULTIPLE) * ROW_MULTIPLE
-    grouped = q.new_zeros(num_kv_heads, padded, head_dim)
-    grouped[:, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-    hidden = _hidden_keys(bounds, first_split, num_splits, group, padded)
-    keys = [_keys(pools[0], pages, run) for run in runs]
-    values = [_keys(pools[1], pages, run) for run in runs]
-    out = q.new_empty(num_kv_heads, padded, head_dim)
-    scores = q.new_empty(num_splits, padded, SPLIT_KEYS)
-    parts = q.new_empty(num_splits, padded, head_dim)
-    for head in range(num_kv_heads):
-        for run, key in zip(runs, keys, strict=True):
-            target = scores[run.first - first_split : run.last - first_split]
-            torch.bmm(grouped[head].expand(len(target), -1, -1), key[:, :, head].transpose(1, 2), out=target)
-        scores.masked_fill_(hidden, float("-inf"))
-        weights = scores.sub_(scores.amax(dim=(0, 2)).view(1, -1, 1)).exp_()
-        for run, value in zip(runs, values, strict=True):
-            span = slice(run.first - first_split, run.last - first_split)
-            torch.bmm(weights[span], value[:, :, head], out=parts[span])
-        out[head] = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
+    grouped = q.new_zeros(num_kv_heads, 1, padded, head_dim)
+    grouped[:, 0, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+    scores = q.new_empty(num_kv_heads, num_splits, padded, SPLIT_KEYS)
+    for run in runs:
+        key = _keys(pools[0], pages, run)
+        for head, target in enumerate(scores[:, run.first - first_split : run.last - first_split]):
+            torch.bmm(grouped[head].expand(len(key), -1, -1), key[:, :, head].transpose(1, 2), out=target)
+    scores.masked_fill_(_hidden_keys(bounds, first_split, num_splits, group, padded), float("-inf"))
+    weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
+    parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)
+    for run in runs:
+        value = _keys(pools[1], pages, run)
+        span = slice(run.first - first_split, run.last - first_split)
+        for head in range(num_kv_heads):
+            torch.bmm(weights[head, span], value[:, :, head], out=parts[head, span])
+    out = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
     rows = out[:, : num_rows * group].view(num_kv_heads, num_rows, group, head_dim)
     return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
@@ -139,8 +137,8 @@ def _hidden_keys(bounds: tuple[Tensor, Tensor], first_split: int, num_splits: in
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
-    """Sum over dim 0 from first to last; `Tensor.sum` would choose an order that depends on the count."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    """Sum over dim 1 from first to last; `Tensor.sum` would choose an order that depends on the count."""
+    first, *others = parts.unbind(1)
+    for part in others:
+        first = first + part
+    return first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from localspec.core.cache_spec import PlaneSpec, StateSpec
@@ -72,7 +73,7 @@ class DeltaNet:
 
     def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
         """x [R, D] -> x + mixed [R, D]; a verify window is recorded, a prefill chunk is committed."""
-        qkv, z, a, b = self.inputs(ops, x, self.input_norm)
+        qkv, z, a, b = torch.split(self.inputs(ops, x, self.input_norm), list(self.inputs.sizes), dim=1)
         rows = step.rows
         inputs = GdnInputs(qkv, z, a, b, rows.kind, rows.slots, rows.window_starts, rows.window_rows, rows.pending_rows)
         mixed = ops.gdn(inputs, self.weights, self._state(step.cache))

@@ -28,12 +28,11 @@ class Projections:
     def read_bytes(self) -> int:
         return sum(weight.read_bytes for weight in self.weights)
 
-    def __call__(self, ops: Ops, x: Tensor, norm: Norm | None) -> tuple[Tensor, ...]:
-        """x [R, K] -> one [R, N] view for each projection."""
+    def __call__(self, ops: Ops, x: Tensor, norm: Norm | None) -> Tensor:
+        """x [R, K] -> the projections side by side, [R, sum of sizes]."""
         pairs = zip(self.weights, self.biases, strict=True)
         outputs = [ops.linear(x, weight, norm=norm, bias=bias) for weight, bias in pairs]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return torch.split(joined, list(self.sizes), dim=1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def load_projections(ops: Ops, checkpoint: Checkpoint, names: tuple[str, ...], bias: bool = False) -> Projections:

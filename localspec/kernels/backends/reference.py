@@ -1,7 +1,7 @@
 """Every operation in plain PyTorch on any device: the specification of the other back ends, and the back end for CPUs.
 
-Computes in float32. On CPUs the row count of each matmul is padded to a multiple of 4, which makes a row's bits equal
-in all windows and chunks: float32 products of this size differ for 1, 2 and 3 rows only.
+Computes in float32. A row's bits are the same in all windows and chunks; how that is reached stands in the files
+`reference_linear`, `reference_attention`, `reference_gdn` and `elementwise`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch.nn import functional
 from localspec.kernels import reference_gdn
 from localspec.kernels.elementwise import sigmoid, silu
 from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
-from localspec.kernels.reference_attention import PAGE_TOKENS, ROW_MULTIPLE, paged_attention
+from localspec.kernels.reference_attention import PAGE_TOKENS, paged_attention
+from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, multiply, prepare, reordering_pays
 from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 0
+FLOAT32_BYTES = 4
+PAGE_BITS = PAGE_TOKENS.bit_length() - 1
 
 
 def supports(device: str) -> str | None:
@@ -37,16 +40,16 @@ def create(device: str) -> ReferenceOps:
 class ReferenceWeight:
     """[N, K] float32 rows on the back end's device."""
 
-    matrix: Tensor
+    matrix: Matrix
     gated: bool
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.matrix.shape[0], self.matrix.shape[1]
+        return self.matrix.num_rows, self.matrix.num_columns
 
     @property
     def read_bytes(self) -> int:
-        return self.matrix.numel() * self.matrix.element_size()
+        return self.matrix.num_rows * self.matrix.num_columns * FLOAT32_BYTES
 
 
 class ReferenceOps:
@@ -59,14 +62,15 @@ class ReferenceOps:
         self.device = device
         self.activation_dtype = activation_dtype
         self.waits = device.type == "cpu"
+        self._reorder = reordering_pays(device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
-        """Dequantise and stack; a single float32 part on the device is used in place, without a copy."""
+        """Dequantise, stack and reorder for the CPU."""
         if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
             raise ValueError("a gated weight is made of two parts of equal shape, gate and up")
         matrices = [part.dequantise().to(self.device) for part in parts]
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        return ReferenceWeight(matrix.contiguous(), gated)
+        return ReferenceWeight(prepare(matrix, self._reorder), gated)
 
     def linear(
         self,
@@ -87,7 +91,7 @@ class ReferenceOps:
         x = functional.pad(x.float(), (0, 0, 0, -num_rows % ROW_MULTIPLE))
         if norm is not None:
             x = _rms_norm(x, norm)
-        out = functional.linear(x, weight.matrix)[:num_rows]
+        out = multiply(x, weight.matrix)[:num_rows]
         if bias is not None:
             out = out + bias.float()
         if epilogue == "silu_mul":
@@ -118,11 +122,11 @@ class ReferenceOps:
 
     def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
         """See `Ops.store_kv`. Padding rows write to page 0, which belongs to no sequence."""
-        slots = paging.slots
-        real = slots >= 0
-        positions = torch.where(real, positions, 0)
-        numbers = paging.block_tables[slots.clamp_min(0), positions // PAGE_TOKENS].long()
-        pages[torch.where(real, numbers, 0), positions % PAGE_TOKENS] = values.to(pages.dtype)
+        real = paging.slots >= 0
+        positions = positions * real
+        numbers = paging.block_tables[paging.slots.clamp_min(0), positions >> PAGE_BITS] * real
+        rows = numbers.long() * PAGE_TOKENS + (positions & (PAGE_TOKENS - 1))
+        pages.flatten(0, 1).index_copy_(0, rows, values.to(pages.dtype))
 
     def attention(
         self,
