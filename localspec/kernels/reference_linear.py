@@ -45,7 +45,7 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 def reordering_pays(device: torch.device) -> bool:
     """Whether reordered weights can be used: a CPU with oneDNN on which they keep a row's bits."""
-    if device.type != "cpu" or not torch._C.has_mkldnn:
+    if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     try:
         return row_bits_are_kept(reorder=True)
