@@ -50,7 +50,7 @@ class NgramDrafter:
     cache_spec = CacheSpec(owner="ngram", fingerprint="ngram")
 
     def __init__(self, options: NgramOptions, host_knows: bool = False) -> None:
-        """host_knows: device values cost nothing to read (CPU), so that no more of the corpus is scanned than is used."""
+        """host_knows: device values cost nothing to read (CPU), so only the used part of the corpus is scanned."""
         self._options = options
         self._host_knows = host_knows
 

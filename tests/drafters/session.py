@@ -8,14 +8,24 @@ from pathlib import Path
 import torch
 
 from localspec.api.types import Sampling
-from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, StepResult, VerifyPlan
+from localspec.core.records import (
+    MAX_SLOTS,
+    PAGE_TOKENS,
+    Draft,
+    HiddenNeeds,
+    PrefillPlan,
+    Request,
+    SlotPlan,
+    StepResult,
+    VerifyPlan,
+)
 from localspec.core.state import Cache
 from localspec.drafters import Depths, Drafter, DrafterSetup, drafter_module
 from localspec.models import Model
 from localspec.runner.inputs import prefill_rows, verify_rows
 from localspec.runner.slots import fill_slot, make_state, release_slot
 from localspec.sampling.accept import accept
-from tests.helpers.models import load_model, make_cache, random_checkpoint, reference_ops
+from tests.helpers.models import load_model, make_cache, make_rows, random_checkpoint, reference_ops
 
 CONTEXT_TOKENS = 512
 PAGES_PER_SLOT = -(-CONTEXT_TOKENS // PAGE_TOKENS) + 1
@@ -107,3 +117,12 @@ def fixed_draft(rows: Sequence[Sequence[int]], width: int) -> Draft:
     padded += [[-1] * width] * (MAX_SLOTS - len(padded))
     ids = torch.tensor(padded, dtype=torch.int64).reshape(MAX_SLOTS, width)
     return Draft(ids, torch.zeros_like(ids), (ids >= 0).sum(dim=1), ("given",))
+
+
+def layer_outputs_of(model: Model, tokens: Sequence[int], layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Outputs [T, D] of the target's layers over `tokens`, by one pass of its own."""
+    num_pages = 1 + PAGES_PER_SLOT
+    tables = torch.arange(1, num_pages, dtype=torch.int32).view(1, -1)
+    rows = make_rows("prefill", {0: (0, list(tokens))}, tables)
+    forward = model.forward(rows, make_cache(model.cache_spec, num_pages, 1), HiddenNeeds(True, tuple(layers)))
+    return forward.layer_outputs
