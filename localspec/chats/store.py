@@ -179,6 +179,18 @@ class ChatStore:
         )
         return tuple(int(row[0]) for row in rows)
 
+    def places(self, chat_id: str) -> dict[int, tuple[int, int]]:
+        """(number, count) of every message among its siblings, counted from 1."""
+        families: dict[int | None, list[int]] = {}
+        rows = self._connection.execute("SELECT id, parent_id FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,))
+        for message_id, parent_id in rows:
+            families.setdefault(parent_id, []).append(message_id)
+        return {
+            message_id: (number, len(family))
+            for family in families.values()
+            for number, message_id in enumerate(family, start=1)
+        }
+
     def latest_leaf(self, message_id: int) -> int:
         """The newest leaf below a message (itself if it has no children)."""
         row = self._connection.execute(

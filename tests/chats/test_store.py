@@ -50,6 +50,7 @@ def test_branches_share_their_trunk(store: ChatStore) -> None:
     assert [m.content for m in store.path(chat.id)] == ["2+2?", "4", "sure?"]
     assert [m.content for m in store.path(chat.id, first.id)] == ["2+2?", "5"]
     assert store.siblings(first) == (first.id, second.id)
+    assert store.places(chat.id) == {question.id: (1, 1), first.id: (1, 2), second.id: (2, 2), deeper.id: (1, 1)}
     assert store.latest_leaf(second.id) == deeper.id
     assert store.latest_leaf(first.id) == first.id
     store.show_branch(chat.id, first.id)

@@ -1,0 +1,1 @@
+"""Screens compose widgets and connect them with the conversation."""

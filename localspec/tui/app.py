@@ -1,0 +1,65 @@
+"""The terminal app: holds engine, store and options together and shows the chat. The caller owns engine and store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.filter import NoColor
+from textual.screen import Screen
+
+from localspec.api.engine import Engine
+from localspec.chats import StoreWorker
+from localspec.tui.conversation import Conversation
+from localspec.tui.options import ChatSettings, UiOptions
+from localspec.tui.screens.chat import ChatScreen
+from localspec.tui.slash import SLASHES
+
+
+class LocalspecApp(App[None]):
+    """`LocalspecApp(engine, StoreWorker(...), UiOptions(...)).run()`.
+
+    The engine may still be loading. After `run` returns everything is handed to the store; the caller closes it.
+    """
+
+    CSS_PATH = "localspec.tcss"
+    TITLE = "localspec"
+    BINDINGS = [Binding("ctrl+q", "leave", "Quit", priority=True)]  # noqa: RUF012 - the base class declares it
+
+    def __init__(
+        self, engine: Engine, store: StoreWorker, options: UiOptions, settings: ChatSettings | None = None
+    ) -> None:
+        super().__init__()
+        self._options = options
+        conversation = Conversation(engine, store, settings or ChatSettings(), private=options.private)
+        self.chat = ChatScreen(conversation, options)
+        if options.still or options.over_ssh:
+            self.animation_level = "none"
+        if options.no_color and not self.no_color:
+            self.no_color = True
+            self._filters.append(NoColor())
+
+    def on_mount(self) -> None:
+        self.push_screen(self.chat)
+
+    async def action_leave(self) -> None:
+        await self.chat.leave()
+
+    async def action_quit(self) -> None:
+        await self.chat.leave()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """Keys and slash commands, as the palette lists them."""
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        for binding in ChatScreen.BINDINGS:
+            if isinstance(binding, Binding) and binding.description:
+                yield SystemCommand(
+                    binding.description,
+                    binding.key,
+                    lambda action=binding.action: self.call_later(self.chat.run_action, action),
+                )
+        for slash in SLASHES:
+            text = f"/{slash.name} " if " " in slash.usage else f"/{slash.name}"
+            yield SystemCommand(slash.usage, slash.help, lambda text=text: self.chat.put_prompt(text))
+        yield SystemCommand("Quit", "Everything is saved", self.action_leave)

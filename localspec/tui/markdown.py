@@ -1,0 +1,102 @@
+"""Renders one closed Markdown block into strips. Pure: the same block, width and look give the same strips."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown
+from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import Syntax
+from rich.text import Text
+from rich.theme import Theme
+from textual.strip import Strip
+
+from localspec.tui.blocks import markdown_parser
+
+LABEL_STYLE = Style(dim=True)
+_STYLES = {
+    "markdown.h1": "bold underline",
+    "markdown.h2": "bold",
+    "markdown.h3": "bold",
+    "markdown.h4": "bold italic",
+    "markdown.h5": "italic",
+    "markdown.h6": "italic",
+    "markdown.code": "bold",
+    "markdown.block_quote": "italic",
+    "markdown.link": "underline",
+    "markdown.link_url": "dim",
+    "markdown.item.bullet": "bold",
+    "markdown.item.number": "bold",
+    "markdown.hr": "dim",
+    "markdown.table.border": "dim",
+    "markdown.table.header": "bold",
+}
+# Larger blocks are shown without syntax colours: highlighting them would stall the interface.
+HIGHLIGHT_LIMIT_CHARS = 40_000
+
+
+def code_label(language: str, width: int) -> str:
+    """The line above a code block that names its language."""
+    name = f"── {language or 'code'} "
+    return name[:width].ljust(min(width, max(len(name), 24)), "─")
+
+
+class _Code(CodeBlock):
+    """A code block under a line that names its language, without a background that would depend on the theme."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip("\n")
+        language = "" if self.lexer_name == "text" else self.lexer_name
+        yield Text(code_label(language, options.max_width), style=LABEL_STYLE)
+        if len(code) > HIGHLIGHT_LIMIT_CHARS:
+            yield Text(code)
+        else:
+            yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, background_color="default")
+
+
+class _LeftHeading(Heading):
+    LEVEL_ALIGN = {f"h{level}": "left" for level in range(1, 7)}  # noqa: RUF012 - the base class declares it
+
+
+class _Markdown(Markdown):
+    elements = {  # noqa: RUF012 - the base class declares it
+        **Markdown.elements,
+        "fence": _Code,
+        "code_block": _Code,
+        "heading_open": _LeftHeading,
+    }
+
+    def __init__(self, source: str, code_theme: str) -> None:
+        super().__init__("", code_theme=code_theme, hyperlinks=False)
+        self.parsed = markdown_parser().parse(source)
+
+
+class MarkdownRenderer:
+    """Renders blocks for a dark or a light background."""
+
+    def __init__(self, *, dark: bool = True) -> None:
+        self.dark = dark
+        self._console = Console(
+            file=StringIO(),
+            force_terminal=True,
+            color_system="truecolor",
+            legacy_windows=False,
+            theme=Theme(_STYLES),
+            width=80,
+        )
+
+    def render(self, block: str, width: int) -> list[Strip]:
+        """Strips of a block, each at most `width` cells."""
+        markdown = _Markdown(block, "monokai" if self.dark else "friendly")
+        options = self._console.options.update(width=max(1, width), height=None)
+        lines = self._console.render_lines(markdown, options, pad=False, new_lines=False)
+        strips = [Strip([Segment(s.text, s.style) for s in line if s.text and not s.control]) for line in lines]
+        # Lists and tables come with blank lines of their own; the space between blocks is the document's.
+        start, end = 0, len(strips)
+        while start < end and not strips[start].text.strip():
+            start += 1
+        while end > start and not strips[end - 1].text.strip():
+            end -= 1
+        return [strip if strip.cell_length <= width else strip.crop(0, width) for strip in strips[start:end]]

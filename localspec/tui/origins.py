@@ -1,0 +1,33 @@
+"""How each drafter is shown: a colour and an attribute, so that the two can be told apart without colour."""
+
+from __future__ import annotations
+
+from rich.style import Style
+
+TARGET = "target"
+
+_KNOWN: dict[str, Style] = {
+    TARGET: Style(),
+    "ngram": Style(color="#4fc38a", underline=True),
+    "ngram_disk": Style(color="#3fb6c6", underline2=True),
+    "mtp": Style(color="#b48ef0", bold=True, underline=True),
+    "eagle3": Style(color="#e0a64a", italic=True, underline=True),
+    "dflash": Style(color="#5c9df5", bold=True, underline2=True),
+    "dspark": Style(color="#e37fb0", italic=True, underline2=True),
+    "draft_model": Style(color="#d9c24a", underline=True, overline=True),
+}
+_OTHERS = (
+    Style(color="#e07a5f", underline=True),
+    Style(color="#81b29a", bold=True, underline2=True),
+    Style(color="#f2a65a", italic=True, underline=True),
+)
+REFUSED = Style(color="#e06c75", reverse=True)
+"""The character that the model wrote instead of a draft that it refused."""
+REFUSED_COUNT = Style(color="#e06c75", dim=True)
+
+
+def style_of(origin: str) -> Style:
+    """Style of the characters that a drafter proposed; the model's own have none."""
+    known = _KNOWN.get(origin)
+    # A drafter of another server: the same name always gets the same style.
+    return known if known is not None else _OTHERS[sum(origin.encode("utf-8", "replace")) % len(_OTHERS)]

@@ -1,0 +1,76 @@
+"""Runs an answer beside the interface and shows what came, a few times a second and never once a token."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from textual.timer import Timer
+from textual.worker import Worker, WorkerCancelled
+
+from localspec.chats import ChatError
+from localspec.tui.widgets.transcript import Transcript
+
+if TYPE_CHECKING:
+    from localspec.tui.screens.chat import ChatScreen
+
+UPDATES_PER_S = 12
+
+
+class Answering:
+    """The answer that is being written in a chat screen, if any."""
+
+    def __init__(self, screen: ChatScreen) -> None:
+        self._screen = screen
+        self._worker: Worker[None] | None = None
+        self._seen_version = -1
+        self._timer: Timer | None = None
+
+    def mount(self) -> None:
+        """Called once, when the screen can have timers."""
+        self._timer = self._screen.set_interval(1 / UPDATES_PER_S, self.flush, pause=True)
+
+    async def start(self) -> None:
+        """Answer the last message. Raises ChatError if there is none or the store refuses."""
+        await self._screen.conversation.start_answer()
+        await self._screen.shown()
+        self._seen_version = -1
+        if self._timer is not None:
+            self._timer.resume()
+        self._worker = self._screen.run_worker(self._run(), group="answer")
+
+    def cancel(self) -> None:
+        """Stop the engine; the text so far stays."""
+        if self._worker is not None:
+            self._worker.cancel()
+
+    async def stop(self) -> None:
+        """End a running answer and wait until it is handed to the store."""
+        if self._worker is not None and self._screen.busy:
+            self._worker.cancel()
+            with suppress(WorkerCancelled):
+                await self._worker.wait()
+
+    def flush(self) -> None:
+        """Show what came since the last time."""
+        talk = self._screen.conversation
+        answer = talk.answer
+        if answer is not None and answer.version != self._seen_version:
+            self._seen_version = answer.version
+            self._screen.transcript.update_last(answer.stored(talk.messages[-1]), answer.status)
+
+    async def _run(self) -> None:
+        screen, talk = self._screen, self._screen.conversation
+        try:
+            await talk.run_answer()
+        except ChatError as error:
+            screen.tell(str(error), error=True)
+        finally:
+            if self._timer is not None:
+                self._timer.pause()
+            # The widgets are gone when the app ends in mid-answer.
+            for transcript in screen.query(Transcript):
+                last = talk.messages[-1]
+                transcript.update_last(last)
+                if last.state == "error":
+                    screen.tell(str(last.stats.get("status", "The answer failed.")), error=True)

@@ -1,0 +1,355 @@
+"""The chat: transcript, prompt, panel, and the keys that act on them. What they do to the chat is `Conversation`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+
+from textual import events, work
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Footer, Label, TextArea
+
+from localspec.api.types import EngineError
+from localspec.chats import ChatError
+from localspec.tui.attachments import AttachmentError, Attachments, fenced, read_file
+from localspec.tui.conversation import Conversation
+from localspec.tui.options import SettingError, UiOptions
+from localspec.tui.panel_text import PanelState
+from localspec.tui.screens.answering import Answering
+from localspec.tui.screens.browse import Browser
+from localspec.tui.screens.chat_keys import KEYS
+from localspec.tui.screens.copier import Copier
+from localspec.tui.screens.help import HelpScreen
+from localspec.tui.screens.message_actions import MessageActions
+from localspec.tui.slash import SlashError, read_slash
+from localspec.tui.slash_runner import SlashRunner, last_code
+from localspec.tui.suggest import suggestions
+from localspec.tui.text import short_count
+from localspec.tui.welcome import welcome_text
+from localspec.tui.widgets.completions import Completions
+from localspec.tui.widgets.live_panel import LivePanel
+from localspec.tui.widgets.prompt import Prompt
+from localspec.tui.widgets.transcript import Transcript
+
+SAMPLE_INTERVAL_S = 0.5
+WIDE_COLUMNS = 110
+TINY = (60, 16)
+PANEL_FORMS = ("auto", "full", "strip", "off")
+_EXPECTED = (ChatError, EngineError, SlashError, SettingError, AttachmentError, OSError)
+
+
+class ChatScreen(Screen[None]):
+    """One conversation and everything around it."""
+
+    BINDINGS = KEYS
+
+    def __init__(self, conversation: Conversation, options: UiOptions) -> None:
+        super().__init__()
+        self.conversation = conversation
+        self.options = options
+        self.panel_form = "auto"
+        self._state = PanelState(address=options.address)
+        self._engine_state = "loading"
+        self._slash = SlashRunner(self)
+        self.answering = Answering(self)
+        self._browser = Browser(self)
+        self._message_actions = MessageActions(self)
+        self._copier = Copier(self)
+        self._attachments = Attachments()
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(id="body"):
+            with Vertical(id="chat"):
+                yield LivePanel(is_strip=True, id="strip")
+                yield Transcript(id="transcript")
+                yield Label(self.options.caption, id="caption", markup=False)
+                yield Completions(id="completions")
+                yield Prompt(blink=not self.options.still, id="prompt")
+            yield LivePanel(id="panel")
+        yield Footer(show_command_palette=False)
+
+    async def on_mount(self) -> None:
+        self.query_one("#caption").display = bool(self.options.caption)
+        self.answering.mount()
+        self.set_interval(SAMPLE_INTERVAL_S, self.sample)
+        self._follow_theme()
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._follow_theme())
+        self.prompt.focus()
+        await self._try(self._start())
+        self.sample()
+
+    # Parts
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.query_one("#prompt", Prompt)
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.query_one("#transcript", Transcript)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being written."""
+        return self.conversation.answer is not None
+
+    # What the user types
+
+    async def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
+        text = event.text
+        completions = self.query_one(Completions)
+        completions.offer([])
+        if not text.strip():
+            return
+        try:
+            slash = read_slash(text.strip())
+        except SlashError as error:
+            self.tell(str(error), error=True)
+            return
+        if slash is not None:
+            self.prompt.put("")
+            await self._try(self._slash.run(*slash))
+        elif self.busy:
+            self.tell("An answer is being written: Esc stops it, then send again.", error=True)
+        else:
+            await self._try(self._send(self._attachments.expand(text[1:] if text.startswith("//") else text)))
+
+    def on_text_area_changed(self, event: TextArea.Changed) -> None:
+        text = self.prompt.text
+        choices = suggestions(text, self.conversation.engine.model(), self.options) if len(text) < 300 else []
+        self.query_one(Completions).offer(choices)
+        self.prompt.completing = bool(choices)
+
+    async def on_prompt_completion(self, event: Prompt.Completion) -> None:
+        completions = self.query_one(Completions)
+        if event.step:
+            completions.move(event.step)
+            return
+        value = completions.marked
+        completions.offer([])
+        self.prompt.completing = False
+        if value is None:
+            return
+        if value.startswith("@"):
+            self.prompt.put(self.prompt.text[: self.prompt.text.rfind("@")])
+            await self._try(self.attach(self.options.export_dir / value[1:]))
+        else:
+            self.prompt.put(value)
+
+    def on_prompt_pasted(self, event: Prompt.Pasted) -> None:
+        lines = event.text.count("\n") + 1
+        self.prompt.insert(self._attachments.add(f"pasted {lines} lines", event.text))
+
+    async def on_transcript_chosen(self, event: Transcript.Chosen) -> None:
+        await self._try(self._message_actions.run(event.action, event.message))
+
+    def on_transcript_thought_clicked(self) -> None:
+        self.action_toggle_thoughts()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._arrange(event.size.width, event.size.height)
+
+    # Keys
+
+    def action_stop(self) -> None:
+        if self.busy:
+            self.answering.cancel()
+        elif self.prompt.completing:
+            self.query_one(Completions).offer([])
+            self.prompt.completing = False
+        elif not self.prompt.has_focus:
+            self.prompt.focus()
+        else:
+            self.prompt.put("")
+
+    def action_copy_or_stop(self) -> None:
+        selected = self.get_selected_text() or self.prompt.selected_text
+        if selected:
+            self.copy_out(selected, "selection")
+        elif self.busy:
+            self.action_stop()
+        else:
+            self.tell("Nothing is selected. Ctrl+Q leaves.")
+
+    async def action_new(self) -> None:
+        await self._try(self.new_chat())
+
+    async def action_browse(self, kind: str) -> None:
+        self._browser.show(kind)
+
+    async def action_retry(self) -> None:
+        await self._try(self.retry())
+
+    def action_toggle_thoughts(self) -> None:
+        self.transcript.set_look(thoughts_open=not self.transcript.look.thoughts_open)
+
+    def action_toggle_drafts(self) -> None:
+        self.transcript.set_look(drafts=not self.transcript.look.drafts)
+
+    def action_cycle_panel(self) -> None:
+        self.panel_form = PANEL_FORMS[(PANEL_FORMS.index(self.panel_form) + 1) % len(PANEL_FORMS)]
+        self._arrange(self.size.width, self.size.height)
+
+    def action_help(self) -> None:
+        self.show_help()
+
+    def action_copy_code(self) -> None:
+        code = last_code(self.conversation)
+        if code is None:
+            self.tell("There is no code block in this chat.", error=True)
+        else:
+            self.copy_out(code, "code block")
+
+    def action_open_chips(self) -> None:
+        self.prompt.put(self._attachments.expand(self.prompt.text))
+
+    def action_mark(self, step: int) -> None:
+        self.transcript.focus()
+        self.transcript.move_cursor(step)
+
+    def action_scroll(self, where: str) -> None:
+        getattr(self.transcript, f"scroll_{where}")(animate=False)
+
+    # What commands and lists ask for (slash_runner.Host, browse.Browser)
+
+    def tell(self, text: str, *, error: bool = False) -> None:
+        self.notify(text, severity="error" if error else "information", timeout=10 if error else 6, markup=False)
+
+    def copy_out(self, text: str, what: str) -> None:
+        self._copier.copy(text, what)
+
+    def show_help(self) -> None:
+        self.app.push_screen(HelpScreen())
+
+    def put_prompt(self, text: str) -> None:
+        self.prompt.put(text)
+        self.prompt.focus()
+
+    async def shown(self) -> None:
+        talk = self.conversation
+        self.transcript.show(talk.messages, talk.places)
+        self.prompt.set_history(await talk.store.run(lambda s: s.recent_prompts()))
+        self.sub_title = talk.chat.title if talk.chat else ""
+        self.sample()
+
+    async def new_chat(self, *, private: bool = False) -> None:
+        await self.answering.stop()
+        await self.conversation.keep_draft(self.prompt.text)
+        self.conversation.new(private=private)
+        self.prompt.put("")
+        await self.shown()
+        self.prompt.focus()
+
+    async def open_chat(self, chat_id: str, message_id: int | None = None) -> None:
+        """Show another chat; its cache is brought near meanwhile."""
+        await self.answering.stop()
+        await self.conversation.keep_draft(self.prompt.text)
+        await self.conversation.open(chat_id, message_id)
+        self.prompt.put(await self.conversation.draft())
+        await self.shown()
+        if message_id is not None:
+            self.transcript.go_to(message_id)
+        self.prompt.focus()
+        self.run_worker(self.conversation.warm(), group="warm", exclusive=True)
+
+    async def retry(self) -> None:
+        await self.answering.stop()
+        await self.conversation.drop_last_answer()
+        await self.answering.start()
+
+    async def switch_model(self, name: str) -> None:
+        self.tell(f"Loading {name}.")
+        self._load(name)
+
+    async def attach(self, path: Path) -> None:
+        text = await asyncio.to_thread(read_file, path)
+        engine = self.conversation.engine
+        model = engine.model()
+        tokens = len(await engine.tokenize(text)) if model is not None else None
+        size = f"{short_count(tokens)} tokens" if tokens is not None else f"{short_count(len(text))} characters"
+        if model is not None and tokens is not None and tokens > model.context_limit_tokens / 2:
+            self.tell(
+                f"{path.name} takes {tokens} of the {model.context_limit_tokens} tokens of the context.", error=True
+            )
+        self.prompt.insert(self._attachments.add(f"file {path.name} · {size}", fenced(path.name, text)) + " ")
+        self.prompt.focus()
+
+    async def leave(self) -> None:
+        """Stop, keep what is unsent, and end the app."""
+        await self.answering.stop()
+        await self._try(self.conversation.keep_draft(self.prompt.text))
+        self.conversation.close()
+        self.app.exit()
+
+    def sample(self) -> None:
+        """Show the engine's figures."""
+        engine = self.conversation.engine
+        model, now = engine.model(), engine.metrics()
+        self._state = PanelState(
+            self._state.model,
+            self._state.now,
+            self._state.before,
+            self._state.history,
+            self.options.address,
+            self.conversation.private,
+        ).advanced(model, now)
+        for panel in self.query(LivePanel):
+            panel.show(self._state)
+        if not self.conversation.messages:
+            self.transcript.welcome(welcome_text(model, now, private=self.conversation.private))
+        if now.state != self._engine_state:
+            self._engine_changed(self._engine_state, now.state, now.stage)
+            self._engine_state = now.state
+
+    # Inside
+
+    async def _start(self) -> None:
+        talk = self.conversation
+        notice = await talk.store.run(lambda s: s.notice)
+        if notice:
+            self.tell(notice, error=True)
+        self.prompt.put(await talk.draft())
+        await self.shown()
+
+    async def _send(self, text: str) -> None:
+        await self.conversation.say(text)
+        self.prompt.put("")
+        self._attachments.clear()
+        await self.conversation.keep_draft("")
+        await self.answering.start()
+
+    def _engine_changed(self, before: str, now: str, stage: str) -> None:
+        if now in ("failed", "stopped"):
+            self.tell(f"The engine {now}: {stage or 'no reason given'}. The chat is kept.", error=True)
+        elif now == "ready" and before in ("failed", "stopped"):
+            self.tell("The engine is back.")
+
+    def _arrange(self, width: int, height: int) -> None:
+        is_tiny = width < TINY[0] or height < TINY[1]
+        form = self.panel_form
+        if form == "auto":
+            form = "off" if is_tiny else "full" if width >= WIDE_COLUMNS else "strip"
+        self.set_class(is_tiny, "tiny")
+        for name in ("full", "strip"):
+            self.set_class(form == name, f"panel-{name}")
+        self.call_after_refresh(self.sample)
+
+    def _follow_theme(self) -> None:
+        self.transcript.set_look(dark=self.app.current_theme.dark)
+
+    async def _try(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except _EXPECTED as error:
+            self.tell(str(error), error=True)
+
+    @work(exclusive=True, group="model")
+    async def _load(self, name: str) -> None:
+        try:
+            model = await self.conversation.engine.load(name)
+            self.tell(f"{model.title} is loaded.")
+        except EngineError as error:
+            self.tell(error.message, error=True)

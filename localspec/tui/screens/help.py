@@ -1,0 +1,53 @@
+"""Keys and commands."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Label, Static
+
+from localspec.tui.slash import SLASHES
+
+KEYS: tuple[tuple[str, str], ...] = (
+    ("Enter", "send"),
+    ("Ctrl+J, Alt+Enter", "new line"),
+    ("Esc", "stop the answer; again: clear the prompt"),
+    ("Up in an empty prompt", "recall earlier prompts"),
+    ("@ and part of a name", "put a text file into the message"),
+    ("Ctrl+N", "new chat"),
+    ("Ctrl+R", "chats"),
+    ("Ctrl+F", "search all chats"),
+    ("Ctrl+L", "models"),
+    ("Ctrl+G", "answer again (the old answer stays as a branch)"),
+    ("Ctrl+T", "unfold or fold thoughts"),
+    ("Ctrl+D", "draft view: who wrote which characters"),
+    ("Ctrl+B", "panel: automatic, full, two lines, off"),
+    ("Alt+Up, Alt+Down", "mark a message; then c copy, y copy code, b branch, e edit, ←→ other branches"),
+    ("Ctrl+Y", "copy the last code block (y when the transcript has the focus)"),
+    ("Ctrl+C", "copy the selection; stops a running answer"),
+    ("Ctrl+P", "command palette"),
+    ("Ctrl+Q", "quit"),
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """Everything that can be pressed or typed."""
+
+    BINDINGS = [("escape,f1,q", "dismiss(None)", "Close")]  # noqa: RUF012 - the base class declares it
+
+    def __init__(self) -> None:
+        super().__init__(classes="dialog")
+
+    def compose(self) -> ComposeResult:
+        text = Text()
+        for title, rows in (("Keys", KEYS), ("Commands", tuple((s.usage, s.help) for s in SLASHES))):
+            text.append(f"{title}\n", "bold")
+            for left, right in rows:
+                text.append(f"  {left:<28}", "bold")
+                text.append(f" {right}\n")
+        with Vertical():
+            with VerticalScroll():
+                yield Static(text)
+            yield Label("Esc closes", classes="hint")

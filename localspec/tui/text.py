@@ -1,0 +1,68 @@
+"""Small text helpers: what may be printed, and how figures are written. Knows no widget."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_BARS = "▏▎▍▌▋▊▉█"
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+
+
+def clean(text: str) -> str:
+    """Text of a model or a file made safe for a terminal: no control codes but newline and tab.
+
+    An escape sequence in an answer could otherwise move the cursor or set the clipboard.
+    """
+    return _CONTROL.sub("\ufffd", text.replace("\r", "")) if not text.isprintable() else text
+
+
+def short_count(number: float) -> str:
+    """`950`, `1.2k`, `32k`, `1.5M`."""
+    if number < 1000:
+        return str(round(number))
+    for divisor, unit in ((1_000, "k"), (1_000_000, "M"), (1_000_000_000, "G")):
+        value = number / divisor
+        if value < 999.5 or unit == "G":
+            return f"{value:.1f}{unit}" if value < 9.95 and round(value, 1) % 1 else f"{value:.0f}{unit}"
+    raise AssertionError("the last unit always returns")
+
+
+def bytes_text(size_bytes: float) -> str:
+    """`512 B`, `1.4 MiB`, `22 GiB`."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1023.5 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.1f} {unit}" if value < 9.95 and unit != "B" else f"{value:.0f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def percent(part: float) -> str:
+    """`61%` of a share between 0 and 1."""
+    return f"{100 * part:.0f}%"
+
+
+def bar(share: float, width: int) -> str:
+    """A horizontal bar `width` cells wide, filled by eighths of a cell."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_BARS[rest - 1] if rest else "")).ljust(width)
+
+
+def sparkline(values: tuple[float, ...], width: int) -> str:
+    """The last `width` values as a row of bars, scaled to the largest of them."""
+    shown = values[-width:]
+    top = max(shown, default=0.0)
+    if top <= 0:
+        return "▁" * len(shown)
+    return "".join(_HEIGHTS[min(7, int(8 * max(0.0, value) / top))] for value in shown)

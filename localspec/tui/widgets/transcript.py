@@ -1,0 +1,280 @@
+"""The messages of a chat in one scrolling view that draws lines.
+
+One line view and not a widget a message: a layout that walks 500 widgets for each line of a growing answer costs more
+than the whole budget of the interface (scripts/measure_tui.py). Each message still has its own `MessageLines`, which
+renders it once. Long chats are shown from their end; earlier messages come in when the view is scrolled to the top.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import Binding
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+
+from localspec.chats import Stored
+from localspec.tui.markdown import MarkdownRenderer
+from localspec.tui.message_lines import Look, MessageLines
+from localspec.tui.wrap import wrap_text
+
+VIEW_LINES = 1500
+MORE_MESSAGES = 40
+_CURSOR = Style(reverse=True)
+_DIM = Style(dim=True)
+
+
+class Transcript(ScrollView, can_focus=True):
+    """Shows messages; follows the end while it is at the end."""
+
+    BINDINGS = [  # noqa: RUF012 - the base class declares it
+        Binding("c", "chosen('copy')", "Copy message"),
+        Binding("y", "chosen('copy_code')", "Copy code"),
+        Binding("b", "chosen('branch')", "Branch here"),
+        Binding("e", "chosen('edit')", "Edit and resend"),
+        Binding("left", "chosen('previous')", "Previous branch", show=False),
+        Binding("right", "chosen('next')", "Next branch", show=False),
+    ]
+
+    class Chosen(Message):
+        """A key or click asks for something to be done with a message (None: no message is marked)."""
+
+        def __init__(self, action: str, message: Stored | None) -> None:
+            super().__init__()
+            self.action = action
+            self.message = message
+
+    class ThoughtClicked(Message):
+        """The header of a folded thought was clicked."""
+
+    def __init__(self, *, dark: bool = True, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._renderer = MarkdownRenderer(dark=dark)
+        self._look = Look(0, self._renderer)
+        self._items: list[MessageLines] = []
+        self._first = 0
+        self._starts: list[int] = []
+        self._line_count = 0
+        self._welcome = ""
+        self._cursor: int | None = None
+
+    # What the screen calls
+
+    def show(self, messages: Sequence[Stored], places: dict[int, tuple[int, int]]) -> None:
+        """Show these messages, from the end. Lines of messages that were already shown are kept."""
+        known = {item.message.id: item for item in self._items if item.message.state != "streaming"}
+        items = []
+        for message in messages:
+            place = places.get(message.id, (1, 1))
+            item = known.get(message.id)
+            same = item is not None and item.siblings == place
+            if item is None or not same:
+                item = MessageLines(message, place)
+            item.update(message)
+            items.append(item)
+        self._items, self._cursor = items, None
+        self._lay_out_from_end()
+        self.follow()
+
+    def update_last(self, message: Stored, note: str = "") -> None:
+        """The last message grew or ended."""
+        if not self._items or self._look.width <= 0:
+            return
+        was_at_end = self.is_vertical_scroll_end or self.max_scroll_y == 0
+        item = self._items[-1]
+        before = item.strips(self._look)
+        item.update(message, note)
+        after = item.strips(self._look)
+        start = self._starts[-1]
+        same = 0
+        for old, new in zip(before, after, strict=False):
+            if old is not new and old != new:
+                break
+            same += 1
+        if len(after) != len(before):
+            self._set_line_count(start + len(after))
+        if was_at_end and len(after) != len(before):
+            self.follow()
+        self.refresh_lines(start + same, max(len(before), len(after)) - same)
+
+    def welcome(self, text: str) -> None:
+        """What an empty chat shows."""
+        if text != self._welcome:
+            self._welcome = text
+            if not self._items:
+                self._lay_out_from_end()
+
+    def set_look(
+        self, *, thoughts_open: bool | None = None, drafts: bool | None = None, dark: bool | None = None
+    ) -> None:
+        """Change how messages are shown; what is None stays."""
+        look = self._look
+        if dark is not None and dark != self._renderer.dark:
+            self._renderer = MarkdownRenderer(dark=dark)
+        self._look = Look(
+            look.width,
+            self._renderer,
+            look.thoughts_open if thoughts_open is None else thoughts_open,
+            look.drafts if drafts is None else drafts,
+        )
+        at_end = self.is_vertical_scroll_end
+        self._lay_out_from_end()
+        if at_end:
+            self.follow()
+
+    @property
+    def look(self) -> Look:
+        return self._look
+
+    def follow(self) -> None:
+        """Go to the end and stay there while it grows."""
+        self.scroll_end(animate=False, immediate=True, x_axis=False)
+
+    def move_cursor(self, step: int) -> None:
+        """Mark the next (1) or previous (-1) message."""
+        if not self._items:
+            return
+        start = len(self._items) if self._cursor is None else self._cursor
+        self._cursor = max(0, min(len(self._items) - 1, start + step))
+        if self._cursor < self._first:
+            self._show_more(self._first - self._cursor)
+        top = self._starts[self._cursor - self._first]
+        self.scroll_to(y=max(0, top - 1), animate=False)
+        self.refresh()
+
+    def go_to(self, message_id: int) -> None:
+        """Mark a message and scroll to it."""
+        for number, item in enumerate(self._items):
+            if item.message.id == message_id:
+                self._cursor = number + 1
+                self.move_cursor(-1)
+
+    def go_near(self, message: Stored) -> None:
+        """Mark the shown sibling of a message."""
+        for item in self._items:
+            if item.message.parent_id == message.parent_id:
+                self.go_to(item.message.id)
+
+    @property
+    def plain_text(self) -> str:
+        """All lines that are in the view, for tests and selection."""
+        return "\n".join(self._line(y).text.rstrip() for y in range(self._line_count))
+
+    # Textual
+
+    def on_resize(self, event: events.Resize) -> None:
+        width = self.scrollable_content_region.width
+        if width != self._look.width and width > 0:
+            at_end = self.is_vertical_scroll_end
+            self._look = Look(width, self._renderer, self._look.thoughts_open, self._look.drafts)
+            self._lay_out_from_end()
+            if at_end:
+                self.follow()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if new_value <= 0 < old_value and self._first > 0:
+            self._show_more(MORE_MESSAGES)
+
+    def on_click(self, event: events.Click) -> None:
+        y = event.get_content_offset_capture(self).y + self.scroll_offset.y
+        number = bisect_right(self._starts, y) - 1
+        if 0 <= number < len(self._starts):
+            item = self._items[self._first + number]
+            if item.thought_header_line == y - self._starts[number]:
+                self.post_message(self.ThoughtClicked())
+
+    def action_chosen(self, action: str) -> None:
+        message = None if self._cursor is None else self._items[self._cursor].message
+        self.post_message(self.Chosen(action, message))
+
+    def render_line(self, y: int) -> Strip:
+        _, scroll_y = self.scroll_offset
+        line_number = scroll_y + y
+        base = self.rich_style
+        strip = self._line(line_number)
+        selection = self.text_selection
+        if selection is not None:
+            strip = self._selected(strip, selection, line_number)
+        width = self.size.width
+        return strip.crop_extend(0, width, base).apply_style(base).apply_offsets(0, line_number)
+
+    @property
+    def allow_select(self) -> bool:
+        return True
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        return selection.extract(self.plain_text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    # Lines
+
+    def _line(self, y: int) -> Strip:
+        if not self._items:
+            lines = wrap_text(self._welcome, max(1, self._look.width), _DIM)
+            return lines[y] if y < len(lines) else Strip([], 0)
+        if y >= self._line_count:
+            return Strip([], 0)
+        if self._first and y == 0:
+            text = f"▲ {self._first} earlier messages: scroll up for more"
+            return Strip([Segment(text, _DIM)]).crop(0, max(1, self._look.width))
+        number = bisect_right(self._starts, y) - 1
+        strips = self._items[self._first + number].strips(self._look)
+        offset = y - self._starts[number]
+        strip = strips[offset] if offset < len(strips) else Strip([], 0)
+        is_marked = self._cursor is not None and self._first + number == self._cursor
+        return strip.apply_style(_CURSOR) if is_marked and offset == 0 else strip
+
+    def _selected(self, strip: Strip, selection: Selection, line_number: int) -> Strip:
+        span = selection.get_span(line_number)
+        if span is None:
+            return strip
+        text, (start, end) = strip.text, span
+        low = cell_len(text[:start])
+        high = strip.cell_length if end == -1 else min(strip.cell_length, cell_len(text[:end]))
+        if high <= low:
+            return strip
+        style = self.screen.get_component_rich_style("screen--selection")
+        marked = Strip([Segment(s.text, (s.style or Style.null()) + style) for s in strip.crop(low, high)])
+        return Strip.join([strip.crop(0, low), marked, strip.crop(high, strip.cell_length)])
+
+    def _lay_out_from_end(self) -> None:
+        if self._look.width <= 0:
+            return
+        first, lines = len(self._items), 0
+        while first > 0 and lines < VIEW_LINES:
+            first -= 1
+            lines += len(self._items[first].strips(self._look))
+        self._first = first
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        line = 1 if self._first else 0
+        self._starts = []
+        for item in self._items[self._first :]:
+            self._starts.append(line)
+            line += len(item.strips(self._look))
+        if not self._items:
+            line = len(wrap_text(self._welcome, self._look.width))
+        self._set_line_count(line)
+        self.refresh()
+
+    def _show_more(self, count: int) -> None:
+        before = self._line_count
+        self._first = max(0, self._first - count)
+        self._lay_out()
+        self.scroll_to(y=self.scroll_y + self._line_count - before, animate=False)
+
+    def _set_line_count(self, count: int) -> None:
+        self._line_count = count
+        self.virtual_size = Size(self._look.width, count)

@@ -1,0 +1,124 @@
+"""Splitting and rendering of Markdown that arrives in pieces."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localspec.tui.blocks import BlockSplitter, code_blocks, markdown_parser, split_blocks
+from localspec.tui.document import StreamedDocument
+from localspec.tui.markdown import MarkdownRenderer
+
+# Lines that decide where blocks begin and end; no link definitions, which act across blocks by design of Markdown.
+_LINES = [
+    "", "", "", "text", "more *text* here", "- item", "* other", "  - nested", "    deep", "1. one", "2) two",
+    "# Head", "## Two", "===", "---", "> quote", "> > inner", "```", "```python", "~~~", "  ```", "````", "`x`",
+    "x = 1", "    code", "\tcode", "| a | b |", "|---|---|", "| 1 | 2 |", "***", "<div>", "</div>", "<!-- c",
+    "- ```", "  end", "   three", "-", "1.", "\\", "&amp;", "text  ", "> ```", "+ a", "Zwölf 🙂 中文", "12) x",
+]  # fmt: skip
+
+_documents = st.lists(st.sampled_from(_LINES), max_size=30).map("\n".join)
+
+
+def _html(source: str) -> str:
+    # Blank lines at the end of a code block that nothing closes are not kept.
+    return re.sub(r"\s*</code>", "</code>", str(markdown_parser().render(source)))
+
+
+@settings(max_examples=600, deadline=None)
+@given(_documents)
+def test_blocks_mean_what_the_whole_text_means(source: str) -> None:
+    assert "".join(_html(block) for block in split_blocks(source)) == _html(source)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_documents, st.integers(0, 2**32), st.sampled_from([1, 3, 17]))
+def test_streamed_rendering_equals_a_fresh_one(source: str, seed: int, longest: int) -> None:
+    rng = random.Random(seed)
+    renderer = MarkdownRenderer()
+    streamed = StreamedDocument(renderer)
+    position = 0
+    while position < len(source):
+        step = rng.randint(1, longest)
+        streamed.append(source[position : position + step])
+        position += step
+        if rng.random() < 0.3:
+            streamed.strips(rng.choice([20, 40]))
+    streamed.finish()
+    for width in (20, 40):
+        assert streamed.strips(width) == StreamedDocument(renderer, source).strips(width)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_documents, st.integers(1, 60))
+def test_no_strip_is_wider_than_asked(source: str, width: int) -> None:
+    growing = StreamedDocument(MarkdownRenderer())
+    growing.append(source)
+    for strip in [*growing.strips(width), *StreamedDocument(MarkdownRenderer(), source).strips(width)]:
+        assert sum(segment.cell_length for segment in strip) <= max(width, 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_any_text_is_split_without_loss_of_words(source: str) -> None:
+    joined = "".join(split_blocks(source))
+    wanted = "".join(c for c in source if c.isalnum())
+    assert "".join(c for c in joined if c.isalnum()) == wanted
+
+
+def test_closed_blocks_are_handed_out_early_and_once() -> None:
+    splitter = BlockSplitter()
+    assert splitter.feed("One\nparagraph\n\nTw") == []
+    assert splitter.feed("o\n") == ["One\nparagraph"]
+    assert splitter.feed("```py\na\n\nb\n") == ["Two"]
+    assert splitter.open_text == "```py\na\n\nb\n"
+    assert splitter.feed("```\nAfter") == []
+    assert splitter.finish() == ["```py\na\n\nb\n```", "After"]
+
+
+def test_control_codes_of_a_model_never_reach_the_terminal() -> None:
+    document = StreamedDocument(MarkdownRenderer(), "a\x1b]52;c;eA==\x07b\x9b2J\n\n```\n\x1b[31m\n```")
+    text = "".join(strip.text for strip in document.strips(40))
+    assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in text)
+    assert "a\ufffd]52" in text
+
+
+def test_html_is_shown_as_written() -> None:
+    text = "\n".join(s.text for s in StreamedDocument(MarkdownRenderer(), "<div>x</div>\n\na <b>b</b>").strips(40))
+    assert "<div>x</div>" in text
+    assert "<b>b</b>" in text
+
+
+def test_open_code_shows_its_language_and_no_backticks() -> None:
+    document = StreamedDocument(MarkdownRenderer())
+    document.append("Text:\n```python\nx = 1\n")
+    lines = [strip.text.rstrip("─ ") for strip in document.strips(40)]
+    assert lines == ["Text:", "", "── python", "x = 1"]
+
+
+def test_code_blocks_in_order() -> None:
+    source = "```py\na\n```\n- x\n  ```sh title=1\n  b\n  ```\n"
+    assert code_blocks(source) == [("py", "a\n"), ("sh", "b\n")]
+
+
+@pytest.mark.parametrize("line", ["- item number {}\n\n", "x = {}  # comment\n", "| {} | b |\n", "word{} "])
+def test_work_does_not_grow_with_the_square_of_the_text(line: str) -> None:
+    def seconds(count: int) -> float:
+        opening = "```\n" if line.startswith("x") else "| a | b |\n|---|---|\n" if line.startswith("|") else ""
+        pieces = [opening, *(line.format(n) for n in range(count))]
+        best = float("inf")
+        for _ in range(3):
+            splitter = BlockSplitter()
+            start = time.process_time()
+            for piece in pieces:
+                splitter.feed(piece)
+            best = min(best, time.process_time() - start)
+        return best
+
+    # Eight times the text: linear work takes eight times as long, quadratic work 64 times.
+    assert seconds(4000) < 24 * seconds(500) + 0.05
