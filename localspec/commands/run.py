@@ -65,7 +65,8 @@ async def _answer(engine: Any, model_id: str, prompt: str, options: dict[str, An
         request = _request(prompt, info.sampling, info.has_chat_template, options)
         if not options["as_json"] and info.demo:
             click.echo(f"[demo model {info.id}] {info.note}", err=True)
-        text, ids, done = "", [], None
+        text, done = "", None
+        ids: list[int] = []
         async with aclosing(engine.generate(request)) as events:
             async for event in events:
                 if isinstance(event, Delta):
