@@ -1,8 +1,8 @@
 """Converts a checked GGUF file into the directory of an installed model. Torch-free (numpy, one tensor at a time).
 
-4-bit and 8-bit blocks of 32 are kept without loss in the `localspec-blocks` form (`formats.blocks` documents it and
-reads it back); half-precision and float32 tensors stay what they are; every other block format is written as its exact
-float32 values. Knows no network and no catalogue.
+Blocks of integer codes are kept without loss in the `localspec-blocks` form (`formats.blocks` documents it and reads it
+back, `hub.gguf_blocks` makes it); half-precision and float32 tensors stay what they are; every other block format is
+written as its exact float32 values. Knows no network and no catalogue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.hub import gguf_models, tokenizer_gguf
-from localspec.hub.gguf import Bytes2d, GgufError, GgufFile, GgufTensor
+from localspec.hub.gguf import GgufError, GgufFile, GgufTensor
+from localspec.hub.gguf_blocks import KEPT_FORMATS, Split
 from localspec.hub.gguf_models import MappedTensor
 from localspec.hub.layout import write_json
 from localspec.hub.records import HubError
@@ -23,8 +24,6 @@ from localspec.storage.files import Buffer, as_bytes
 from localspec.storage.safetensors import TensorItem, write_safetensors
 
 QUANT_METHOD = "localspec-blocks"
-BLOCK_VALUES = 32
-KEPT_METHODS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 PLAIN_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 WEIGHTS_NAME = "model.safetensors"
 
@@ -65,7 +64,6 @@ def _convert_open_file(
         config[f"{role}_token_id"] = tokenizer.special_ids.get(role)
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD,
-        "block_size": BLOCK_VALUES,
         "tensors": dict(sorted(methods.items())),
     }
     write_json(directory / "config.json", config)
@@ -90,8 +88,8 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
     for target in mapped:
         tensor = file.tensors[target.gguf_name]
         kind = tensor.type.name
-        if kind in KEPT_METHODS and len(tensor.shape) == 2:
-            methods[target.name] = KEPT_METHODS[kind]
+        if kind in KEPT_FORMATS and len(tensor.shape) == 2:
+            methods[target.name] = KEPT_FORMATS[kind].method
             plans += _plan_blocks(file, tensor, target)
         elif kind in PLAIN_DTYPES:
             plans.append(_plan_plain(file, tensor, target))
@@ -130,35 +128,17 @@ def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) 
 def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> list[TensorItem]:
     """The parts of one quantised weight. Each part reads the blocks again: a map costs nothing, memory does."""
     n_rows, n_columns = tensor.shape
-    n_blocks = n_columns // BLOCK_VALUES
-    method = KEPT_METHODS[tensor.type.name]
+    kept = KEPT_FORMATS[tensor.type.name]
 
-    def rows_of_blocks(first_byte: int, end_byte: int) -> Array:
-        raw = file.blocks(tensor).reshape(n_rows, n_blocks, -1)[:, :, first_byte:end_byte]
-        return _ordered(raw, target.rows)
-
-    def half(part: str, first_byte: int) -> TensorItem:
+    def part(name: str, dtype: str, width: int, split: Split) -> TensorItem:
         def load() -> Array:
-            return rows_of_blocks(first_byte, first_byte + 2)
+            return _ordered(split(file.blocks(tensor)).reshape(n_rows, -1), target.rows)
 
-        return f"{target.name}.{part}", "F16", (n_rows, n_blocks), load
+        return f"{target.name}.{name}", dtype, (n_rows, width), load
 
-    if method == "q8_0":
-        return [(f"{target.name}.q", "I8", (n_rows, n_columns), lambda: rows_of_blocks(2, 34)), half("scale", 0)]
-    first_byte = 4 if method == "q4_1" else 2
-
-    def codes() -> Array:
-        return consecutive_nibbles(rows_of_blocks(first_byte, first_byte + 16))
-
-    parts: list[TensorItem] = [(f"{target.name}.q", "U8", (n_rows, n_columns // 2), codes), half("scale", 0)]
-    return parts + ([half("min", 2)] if method == "q4_1" else [])
-
-
-def consecutive_nibbles(packed: Bytes2d) -> Bytes2d:
-    """From the file's order (byte i: values i and i + 16 of a block) to ours (byte j: values 2j and 2j + 1).
-
-    [..., 16] u8 -> [..., 16] u8
-    """
-    codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
-    ordered: Bytes2d = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
-    return ordered
+    n_scales = n_columns // kept.block_values
+    codes = part("q", "U8", n_columns // 2, kept.codes) if kept.packed else part("q", "I8", n_columns, kept.codes)
+    parts = [codes, part("scale", kept.scale_dtype, n_scales, kept.scale)]
+    if kept.minimum is not None:
+        parts.append(part("min", kept.scale_dtype, n_scales, kept.minimum))
+    return parts

@@ -233,50 +233,51 @@ def _place_tensors(
 # Each dequantiser below: [n_blocks, block_bytes] u8 -> [n_blocks, block_values] f32.
 
 
-def _f16(raw: Bytes2d) -> Float32:
+def f16(raw: Bytes2d) -> Float32:
+    """Half-precision bytes as float32.  # [n, 2 m] u8 -> [n, m] f32"""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
-def _nibbles(raw: Bytes2d, group_bytes: int) -> Bytes2d:
+def nibbles(raw: Bytes2d, group_bytes: int) -> Bytes2d:
     """In each group of bytes all low nibbles come first, then all high ones.  # [n, 2 * bytes] u8"""
     grouped = raw.reshape(raw.shape[0], -1, group_bytes)
     return np.concatenate([grouped & 15, grouped >> 4], axis=2).reshape(raw.shape[0], -1)
 
 
-def _bits(raw: Bytes2d, n_planes: int, width: int) -> Bytes2d:
+def bit_planes(raw: Bytes2d, n_planes: int, width: int) -> Bytes2d:
     """Bit planes of `width` bits: plane p holds bits p*width and up of each byte.  # [n, planes, bytes] u8"""
     shifts = np.arange(n_planes, dtype=np.uint8).reshape(1, -1, 1) * np.uint8(width)
     return (raw[:, None, :] >> shifts) & np.uint8((1 << width) - 1)
 
 
-def _fifth_bits(raw: Bytes2d) -> Bytes2d:
+def fifth_bits(raw: Bytes2d) -> Bytes2d:
     """Four bytes hold the fifth bit of 32 values, lowest bit first.  # [n, 32] u8, 0 or 16"""
     return np.unpackbits(np.ascontiguousarray(raw), axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(raw: Bytes2d) -> Float32:
-    return _f16(raw[:, :2]) * (_nibbles(raw[:, 2:], 16).astype(np.float32) - np.float32(8))
+    return f16(raw[:, :2]) * (nibbles(raw[:, 2:], 16).astype(np.float32) - np.float32(8))
 
 
 def _q4_1(raw: Bytes2d) -> Float32:
-    return _f16(raw[:, :2]) * _nibbles(raw[:, 4:], 16).astype(np.float32) + _f16(raw[:, 2:4])
+    return f16(raw[:, :2]) * nibbles(raw[:, 4:], 16).astype(np.float32) + f16(raw[:, 2:4])
 
 
 def _q5_0(raw: Bytes2d) -> Float32:
-    codes = _nibbles(raw[:, 6:], 16) | _fifth_bits(raw[:, 2:6])
-    return _f16(raw[:, :2]) * (codes.astype(np.float32) - np.float32(16))
+    codes = nibbles(raw[:, 6:], 16) | fifth_bits(raw[:, 2:6])
+    return f16(raw[:, :2]) * (codes.astype(np.float32) - np.float32(16))
 
 
 def _q5_1(raw: Bytes2d) -> Float32:
-    codes = _nibbles(raw[:, 8:], 16) | _fifth_bits(raw[:, 4:8])
-    return _f16(raw[:, :2]) * codes.astype(np.float32) + _f16(raw[:, 2:4])
+    codes = nibbles(raw[:, 8:], 16) | fifth_bits(raw[:, 4:8])
+    return f16(raw[:, :2]) * codes.astype(np.float32) + f16(raw[:, 2:4])
 
 
 def _q8_0(raw: Bytes2d) -> Float32:
-    return _f16(raw[:, :2]) * np.ascontiguousarray(raw[:, 2:]).view(np.int8).astype(np.float32)
+    return f16(raw[:, :2]) * np.ascontiguousarray(raw[:, 2:]).view(np.int8).astype(np.float32)
 
 
-def _k_scales(packed: Bytes2d) -> tuple[Bytes2d, Bytes2d]:
+def k_scales(packed: Bytes2d) -> tuple[Bytes2d, Bytes2d]:
     """Eight 6-bit scales and eight 6-bit minima in 12 bytes.
 
     Bytes 0-3 hold scales 0-3 and bytes 4-7 minima 0-3 in their low six bits; the top two bits of those bytes are the
@@ -290,28 +291,28 @@ def _k_scales(packed: Bytes2d) -> tuple[Bytes2d, Bytes2d]:
 
 def _k_affine(raw: Bytes2d, codes: Bytes2d) -> Float32:
     """Q4_K and Q5_K: eight groups of 32 values, each with a scale and a minimum of its own."""
-    scales, minima = _k_scales(raw[:, 4:16])
-    scale = (_f16(raw[:, :2]) * scales.astype(np.float32))[:, :, None]
-    minimum = (_f16(raw[:, 2:4]) * minima.astype(np.float32))[:, :, None]
+    scales, minima = k_scales(raw[:, 4:16])
+    scale = (f16(raw[:, :2]) * scales.astype(np.float32))[:, :, None]
+    minimum = (f16(raw[:, 2:4]) * minima.astype(np.float32))[:, :, None]
     values = scale * codes.reshape(-1, 8, 32).astype(np.float32) - minimum
     return values.reshape(-1, 256)
 
 
 def _q4_k(raw: Bytes2d) -> Float32:
-    return _k_affine(raw, _nibbles(raw[:, 16:], 32))
+    return _k_affine(raw, nibbles(raw[:, 16:], 32))
 
 
 def _q5_k(raw: Bytes2d) -> Float32:
-    high = _bits(raw[:, 16:48], n_planes=8, width=1).reshape(-1, 256)
-    return _k_affine(raw, _nibbles(raw[:, 48:], 32) | (high << np.uint8(4)))
+    high = bit_planes(raw[:, 16:48], n_planes=8, width=1).reshape(-1, 256)
+    return _k_affine(raw, nibbles(raw[:, 48:], 32) | (high << np.uint8(4)))
 
 
 def _q6_k(raw: Bytes2d) -> Float32:
-    low = _nibbles(raw[:, :128], 64)
-    high = _bits(raw[:, 128:192].reshape(-1, 32), n_planes=4, width=2).reshape(-1, 256)
+    low = nibbles(raw[:, :128], 64)
+    high = bit_planes(raw[:, 128:192].reshape(-1, 32), n_planes=4, width=2).reshape(-1, 256)
     codes = (low | (high << np.uint8(4))).astype(np.float32) - np.float32(32)
     scales = np.ascontiguousarray(raw[:, 192:208]).view(np.int8).astype(np.float32)
-    scale = (_f16(raw[:, 208:210]) * scales)[:, :, None]
+    scale = (f16(raw[:, 208:210]) * scales)[:, :, None]
     return (scale * codes.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
@@ -321,7 +322,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 def _mxfp4(raw: Bytes2d) -> Float32:
     # The exponent byte is 2^(e-127); half of it is taken first so that the doubled codes of the format stay exact.
     half_scale = np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 128).astype(np.float32)
-    return half_scale * (_E2M1[_nibbles(raw[:, 1:], 16)] * np.float32(2))
+    return half_scale * (_E2M1[nibbles(raw[:, 1:], 16)] * np.float32(2))
 
 
 def _nvfp4(raw: Bytes2d) -> Float32:
@@ -334,7 +335,7 @@ def _nvfp4(raw: Bytes2d) -> Float32:
         np.ldexp(np.float32(1) + mantissa / np.float32(8), exponent - 7),
     ).astype(np.float32)
     scale = np.where((code == 0) | (code == 0x7F), np.float32(0), scale)
-    values = _E2M1[_nibbles(raw[:, 4:], 8)].reshape(-1, 4, 16)
+    values = _E2M1[nibbles(raw[:, 4:], 8)].reshape(-1, 4, 16)
     return (scale[:, :, None] * values).reshape(-1, 64)
 
 
@@ -366,7 +367,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
 
 _DEQUANTISERS: Mapping[str, Callable[[Bytes2d], Float32]] = MappingProxyType(
     {
-        "F32": _f32, "F16": _f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
+        "F32": _f32, "F16": f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
         "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
     }
 )  # fmt: skip

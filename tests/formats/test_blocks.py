@@ -69,11 +69,10 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 
 def test_config_names_methods_and_refuses_unknown_ones() -> None:
-    config = {"quant_method": "localspec-blocks", "block_size": 32, "tensors": {"w": "q4_1"}}
+    config = {"quant_method": "localspec-blocks", "tensors": {"w": "q4_1"}}
     assert methods_by_name(config) == {"w": "q4_1"}
     for change, message in (
         ({"quant_method": "awq"}, "awq"),
-        ({"block_size": 64}, "64"),
         ({"tensors": {"w": "q3_9"}}, "q3_9"),
         ({"tensors": None}, "tensors"),
     ):

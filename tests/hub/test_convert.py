@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hub_gguf_samples import Q, SampleModel, vocabulary, write_model
+from hub_gguf_samples import Q, SampleModel, random_blocks, vocabulary, write_model
 from safetensors.numpy import load_file
 
 from localspec.hub.convert import convert_gguf
+from localspec.hub.gguf import TENSOR_TYPES
+from localspec.hub.gguf_blocks import KEPT_FORMATS
 from localspec.hub.gguf_models import rope_row_order
 from localspec.hub.records import HubError
 
@@ -56,12 +58,14 @@ def test_row_order_undoes_the_interleaving(n_rows: int, n_heads: int) -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("weight_type", [Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q5_0, Q.F16, Q.BF16, Q.F32], ids=lambda q: q.name)
+@pytest.mark.parametrize(
+    "weight_type", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.F16, Q.BF16, Q.F32], ids=lambda q: q.name
+)
 def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) -> None:
     import torch
     from safetensors.torch import load_file as load_torch
 
-    from localspec.formats.blocks import dequantise, methods_by_name
+    from localspec.formats.blocks import METHODS, dequantise, methods_by_name
 
     pre = {"llama": "smollm", "qwen2": "qwen2"}[architecture]
     model = SampleModel(architecture=architecture, pre=pre, weight_type=weight_type, tied=False)
@@ -75,8 +79,36 @@ def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) ->
             n_heads = model.n_heads if "attn_q" in gguf_name else model.n_kv_heads
             ours = torch.from_numpy(interleave(ours.numpy(), n_heads))
         assert torch.equal(ours, torch.from_numpy(expected)), name
-    n_stored = len(tensors) - sum(2 if m == "q4_1" else 1 for m in methods.values())
+    n_stored = len(tensors) - sum(2 if METHODS[m].affine else 1 for m in methods.values())
     assert n_stored == len(values)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("type_name", sorted(KEPT_FORMATS))
+def test_kept_formats_lose_nothing(type_name: str) -> None:
+    """Random blocks, split and read back, against the reference dequantiser of the GGUF type."""
+    import gguf
+    import torch
+
+    from localspec.formats.blocks import METHODS, dequantise, weight
+
+    type_id = next(i for i, kind in TENSOR_TYPES.items() if kind.name == type_name)
+    raw, kept = random_blocks(type_id, n_blocks=21 * 3, seed=type_id), KEPT_FORMATS[type_name]
+    dtypes = {"F16": np.float16, "F32": np.float32}
+    parts = {"w.q": kept.codes(raw).reshape(21, -1), "w.scale": kept.scale(raw)}
+    if kept.minimum is not None:
+        parts["w.min"] = kept.minimum(raw)
+    for name in ("w.scale", "w.min"):
+        if name in parts:
+            parts[name] = np.ascontiguousarray(parts[name]).view(dtypes[kept.scale_dtype]).reshape(21, -1)
+    if not kept.packed:
+        parts["w.q"] = parts["w.q"].view(np.int8)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
+    expected = gguf.quants.dequantize(raw.reshape(21, -1), gguf.GGMLQuantizationType(type_id))
+    np.testing.assert_array_equal(dequantise(tensors, "w").numpy(), expected)
+    config = {"quant_method": "localspec-blocks", "tensors": {"w": kept.method}}
+    assert weight(tensors, "w", config).shape == expected.shape
+    assert METHODS[kept.method].block_values == kept.block_values
 
 
 def test_kept_blocks_are_as_small_as_in_the_file(tmp_path: Path) -> None:

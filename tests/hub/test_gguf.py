@@ -8,22 +8,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from hub_gguf_samples import random_blocks
 
 from localspec.hub.gguf import TENSOR_TYPES, GgufError, GgufFile, dequantise
-
-
-def random_blocks(type_id: int, n_blocks: int, seed: int) -> np.ndarray:
-    """Random bytes with finite 16-bit floats wherever the format has one, so that comparisons mean something."""
-    kind = TENSOR_TYPES[type_id]
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, size=(n_blocks, kind.block_bytes), dtype=np.uint8)
-    halves = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
-    for at in {**halves, "Q6_K": [208], "F16": [0]}.get(kind.name, []):
-        scales = rng.normal(size=(n_blocks, 1)).astype(np.float16)
-        raw[:, at : at + 2] = scales.view(np.uint8)
-    if kind.name == "MXFP4":
-        raw[:, 0] %= 250  # larger exponents overflow float32 in both
-    return raw
 
 
 @pytest.mark.parametrize("type_id", sorted(TENSOR_TYPES), ids=lambda i: TENSOR_TYPES[i].name)
