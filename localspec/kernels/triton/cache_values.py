@@ -1,0 +1,61 @@
+"""How keys and values lie in the cache: bf16, fp16, fp32, or fp8 e4m3 bytes that kernels convert in registers.
+
+Everything works on the bytes of e4m3 with integer arithmetic, because Triton has no such type before sm_89.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE_TOKENS = 64
+
+E4M3_SHIFT = tl.constexpr(2.0**60)
+"""Half of the exponent by which e4m3 bits read as bf16 bits are too small; put on the other factor of a product."""
+
+
+@triton.jit
+def load_cached(pointers, mask, FP8: tl.constexpr, dtype: tl.constexpr):
+    """Values of the cache as a matmul operand; FP8 ones come out times 2^-120 (see `E4M3_SHIFT`)."""
+    raw = tl.load(pointers, mask=mask, other=0)
+    if FP8:
+        return e4m3_as_bfloat16(raw)
+    return raw.to(dtype)
+
+
+@triton.jit
+def e4m3_as_bfloat16(raw):
+    """e4m3 bytes -> bf16 of value * 2^-120, exact, subnormals too: sign to bit 15, the rest to bits 10..4."""
+    wide = raw.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def e4m3_from_float32(x):
+    """float32 -> e4m3 bytes, rounded to nearest even, clamped to +-448."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    # Normal: round off 20 mantissa bits, then move the exponent bias from 127 to 7.
+    whole = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
+    # Subnormal: multiples of 2^-9, rounded by adding 2^23.
+    small = (magnitude * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0.015625, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+def cache_bytes(pages: Tensor) -> tuple[Tensor, bool]:
+    """The pages as kernels see them, and whether they are fp8: e4m3 pages become a view of bytes.
+
+    Raises ValueError for a dtype that no kernel reads, or for pages of another size than 64 tokens.
+    """
+    if pages.ndim != 4 or pages.shape[1] != PAGE_TOKENS or not pages.is_contiguous():
+        raise ValueError(f"cache pages must be contiguous [pages, {PAGE_TOKENS}, heads, head size]")
+    if pages.dtype == torch.float8_e4m3fn:
+        return pages.view(torch.uint8), True
+    if pages.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return pages, False
+    raise ValueError(f"cache pages of {pages.dtype} are not supported; use bfloat16 or float8_e4m3fn")
