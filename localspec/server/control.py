@@ -114,7 +114,12 @@ async def _snapshots(port: Port, pause_s: float) -> AsyncGenerator[bytes, None]:
 
 
 def _stop_if_unused(port: Port) -> None:
-    if port.n_holders == 0 and port.n_requests == 0 and port.hooks.shutdown is not None:
+    if port.n_holders or port.hooks.shutdown is None:
+        return
+    if port.n_requests:
+        # An editor may still read an answer: look again later.
+        asyncio.get_running_loop().call_later(port.settings.unused_grace_s, _stop_if_unused, port)
+    else:
         port.hooks.shutdown()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localspec.api.codec import from_json
 from localspec.api.engine import Engine
 from localspec.api.types import GenerateRequest, Grammar, ModelInfo, Sampling
 from localspec.server.errors import bad
@@ -176,7 +177,13 @@ def _thinking_budget(fields: Fields) -> int | None:
 
 
 def read_grammar(fields: Fields) -> Grammar | None:
-    """response_format in OpenAI's and llama.cpp's form, and the names of other servers."""
+    """response_format in OpenAI's and llama.cpp's form, the names of other servers, and our own record."""
+    own = (fields.object("localspec") or Fields({})).object("grammar")
+    if own is not None:
+        try:
+            return from_json(Grammar, own.data)
+        except ValueError as reason:
+            raise bad(f"{own.path}: {reason}.", own.path) from None
     if fields.has("grammar"):
         raise bad(
             "grammar in GBNF is not supported; give response_format with a JSON schema.", "grammar", "unsupported"
