@@ -24,9 +24,6 @@ from localspec.storage.ngram_format import (
     mix_array,
 )
 
-# How far the most frequent path is followed among occurrences that differ; beyond it the most frequent, then the latest
-# occurrence speaks.
-_WALK_TOKENS = 4
 _KEY_FACTOR = np.uint64(0x9FB21C651E98DF25)
 
 
@@ -140,7 +137,7 @@ def _one_per_group(records: NDArray[np.void], key: NDArray[np.uint64]) -> NDArra
     # The default sort is several times faster than a stable one; what it loses, _combined restores from the positions.
     order = np.argsort(key)
     sorted_key = key[order]
-    starts = np.flatnonzero(np.concatenate([[True], sorted_key[1:] != sorted_key[:-1]]))
+    starts = _group_starts(sorted_key)
     sizes = np.diff(np.append(starts, len(records)))
     kept = records[order[starts]]
     several = np.flatnonzero(sizes > 1)
@@ -155,20 +152,25 @@ def _combined(rows: NDArray[np.void], groups: NDArray[np.int64], position: NDArr
     """One record for each group; groups are numbered from 0 and come in order, `position` tells later from earlier."""
     weight = rows["count"].astype(np.int64)
     share = np.maximum(rows["source_share"] >> np.uint32(24), 1).astype(np.int64)
-    group_starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-    totals = np.add.reduceat(np.maximum(weight * FULL_SHARE // share, weight), group_starts)
-    alive = np.arange(len(rows))
-    support = totals
-    for step in range(_WALK_TOKENS):
-        alive, weights = _follow_heaviest(alive, groups, _token_at(rows, step), weight)
-        if step == 0:
-            support = weights
-        if len(alive) == len(totals):
+    totals = np.add.reduceat(np.maximum(weight * FULL_SHARE // share, weight), _group_starts(groups))
+    firsts = _token_at(rows, 0)
+    alive, support = _follow_heaviest(np.arange(len(rows)), groups, firsts, weight, position)
+    # Most groups agree on all that follows; only the others are walked, step by step along their most frequent path.
+    texts = _continuation_hash(rows)
+    for step in range(1, CONTINUATION_TOKENS):
+        starts = _group_starts(groups[alive])
+        sizes = np.diff(np.append(starts, len(alive)))
+        differ = np.repeat(
+            np.minimum.reduceat(texts[alive], starts) != np.maximum.reduceat(texts[alive], starts), sizes
+        )
+        if not differ.any():
             break
-    alive_starts = np.flatnonzero(np.concatenate([[True], groups[alive][1:] != groups[alive][:-1]]))
+        walked = alive[differ]
+        kept, _ = _follow_heaviest(walked, groups, _token_at(rows, step), weight, position)
+        alive = np.sort(np.concatenate([alive[~differ], kept]))
     # Heaviest, then latest: sorted so that the best is the last of its group.
     alive = alive[np.lexsort((position[alive], weight[alive], groups[alive]))]
-    found: NDArray[np.void] = rows[alive[np.append(alive_starts[1:], len(alive)) - 1]]
+    found: NDArray[np.void] = rows[alive[np.append(_group_starts(groups[alive])[1:], len(alive)) - 1]]
     found["count"] = np.minimum(support, MAX_COUNT)
     shares = np.maximum(FULL_SHARE * support // np.maximum(totals, support), 1).astype(np.uint32)
     found["source_share"] = (found["source_share"] & np.uint32(MAX_TOKEN)) | (shares << np.uint32(24))
@@ -176,21 +178,38 @@ def _combined(rows: NDArray[np.void], groups: NDArray[np.int64], position: NDArr
 
 
 def _follow_heaviest(
-    alive: NDArray[np.int64], groups: NDArray[np.int64], token: NDArray[np.int64], weight: NDArray[np.int64]
+    alive: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    token: NDArray[np.int64],
+    weight: NDArray[np.int64],
+    position: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of each group's rows keep those with its heaviest token; returns the rows and that token's weight by group."""
     key = (groups[alive] << 25) | token[alive]
     alive = alive[np.argsort(key, kind="stable")]
     key = (groups[alive] << 25) | token[alive]
-    starts = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
+    starts = _group_starts(key)
     weights = np.add.reduceat(weight[alive], starts)
     run_groups = groups[alive[starts]]
-    first_runs = np.flatnonzero(np.concatenate([[True], run_groups[1:] != run_groups[:-1]]))
-    best = np.maximum.reduceat((weights << 31) | np.arange(len(starts)), first_runs) & ((1 << 31) - 1)
+    # The heaviest token of a group sorts last in it, of equals the one that was seen last.
+    order = np.lexsort((np.maximum.reduceat(position[alive], starts), weights, run_groups))
+    best = order[np.append(_group_starts(run_groups)[1:], len(order)) - 1]
     chosen = np.zeros(len(starts), dtype=bool)
     chosen[best] = True
     sizes = np.diff(np.append(starts, len(alive)))
     return np.sort(alive[np.repeat(chosen, sizes)]), weights[best]
+
+
+def _group_starts(values: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Where a new value begins in a sorted, non-empty array."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+
+
+def _continuation_hash(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+    # 42 bytes are 21 numbers of 16 bits; a weighted sum of them tells texts apart well enough to skip a walk.
+    words = np.ascontiguousarray(rows["continuation"]).view("<u2").astype(np.uint64)
+    weights = mix_array(np.arange(1, words.shape[1] + 1, dtype=np.uint64))
+    return (words @ weights) + (rows["last_length"] >> np.uint32(24)).astype(np.uint64)
 
 
 def _token_at(rows: NDArray[np.void], step: int) -> NDArray[np.int64]:
@@ -204,14 +223,14 @@ def _token_at(rows: NDArray[np.void], step: int) -> NDArray[np.int64]:
 
 def _capped(records: NDArray[np.void]) -> NDArray[np.void]:
     address = records["address"]
-    starts = np.flatnonzero(np.concatenate([[True], address[1:] != address[:-1]]))
+    starts = _group_starts(address)
     sizes = np.diff(np.append(starts, len(records)))
     if sizes.max() <= MAX_RECORDS_PER_ADDRESS:
         return records
     large = np.flatnonzero(np.repeat(sizes > MAX_RECORDS_PER_ADDRESS, sizes))
     # Most frequent first within its address; then everything beyond the 32nd goes.
     order = large[np.lexsort((-records["count"][large].astype(np.int64), address[large]))]
-    large_starts = np.flatnonzero(np.concatenate([[True], address[order][1:] != address[order][:-1]]))
+    large_starts = _group_starts(address[order])
     rank = np.arange(len(order)) - np.repeat(large_starts, np.diff(np.append(large_starts, len(order))))
     keep = np.ones(len(records), dtype=bool)
     keep[order[rank >= MAX_RECORDS_PER_ADDRESS]] = False

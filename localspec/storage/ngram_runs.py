@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -316,32 +317,50 @@ class NgramTable:
 
 
 def _best(records: Sequence[bytes], context: Sequence[int], order: int) -> Continuation:
-    tags = [context_tag(context, tokens) for tokens in TAG_TOKENS]
-    # By the next token: (match, its count, heaviest record's count, that record); all occurrences at that match.
+    tag12, tag16 = (context_tag(context, tokens) for tokens in TAG_TOKENS)
     level = 0
-    by_token: dict[bytes, tuple[int, int, bytes]] = {}
+    paths: list[_Path] = []
     total = 0.0
     for record in records:
-        *_, source_share, tag12, tag16, count = RECORD_HEAD.unpack_from(record)
+        _, _, last_length, source_share, record_tag12, record_tag16, count = RECORD_HEAD.unpack_from(record)
         match = order
-        if tags[1] and tag16 == tags[1]:
+        if tag16 and record_tag16 == tag16:
             match = TAG_TOKENS[1]
-        elif tags[0] and tag12 == tags[0]:
+        elif tag12 and record_tag12 == tag12:
             match = TAG_TOKENS[0]
         if match < level:
             continue
         if match > level:
-            level, by_token, total = match, {}, 0.0
-        token = record[RECORD_HEAD.size : RECORD_HEAD.size + 3]
-        support, heaviest, kept = by_token.get(token, (0, 0, record))
-        if count >= heaviest:
-            heaviest, kept = count, record
-        by_token[token] = (support + count, heaviest, kept)
+            level, paths, total = match, [], 0.0
+        begin = RECORD_HEAD.size
+        paths.append(_Path(record[begin : begin + 3 * (last_length >> 24)], count, source_share & MAX_TOKEN))
         total += count * FULL_SHARE / max(1, source_share >> 24)
-    support, _, record = max(by_token.values(), key=lambda entry: (entry[0], entry[1]))
-    _, _, last_length, source_share, *_ = RECORD_HEAD.unpack_from(record)
-    begin = RECORD_HEAD.size
-    tokens = tuple(
-        int.from_bytes(record[at : at + 3], "little") for at in range(begin, begin + 3 * (last_length >> 24), 3)
-    )
-    return Continuation(tokens, level, support, min(1.0, support / max(total, 1.0)), source_share & MAX_TOKEN)
+    chosen, support = _most_frequent(paths)
+    packed = chosen.packed
+    tokens = tuple(int.from_bytes(packed[at : at + 3], "little") for at in range(0, len(packed), 3))
+    return Continuation(tokens, level, support, min(1.0, support / max(total, 1.0)), chosen.source)
+
+
+class _Path(NamedTuple):
+    packed: bytes
+    """3 bytes a token."""
+    weight: int
+    source: int
+
+
+def _most_frequent(paths: list[_Path]) -> tuple[_Path, int]:
+    """Follow the heaviest token while paths differ; returns the path and the weight of its first token."""
+    support = sum(path.weight for path in paths)
+    step = 0
+    while len(paths) > 1 and any(path.packed != paths[0].packed for path in paths):
+        weights: dict[bytes, int] = {}
+        for path in paths:
+            token = path.packed[step : step + 3]
+            weights[token] = weights.get(token, 0) + path.weight
+        # Later runs come later: of equals the newer one is taken.
+        heaviest = max(reversed(weights), key=weights.__getitem__)
+        paths = [path for path in paths if path.packed[step : step + 3] == heaviest]
+        if step == 0:
+            support = weights[heaviest]
+        step += 3
+    return paths[-1], support

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from tests.storage.ngram_cases import stdlib_documents
 
 from localspec.storage.ngram_format import (
     FULL_SHARE,
@@ -22,6 +21,7 @@ from localspec.storage.ngram_format import (
 )
 from localspec.storage.ngram_merge import plan_merge
 from localspec.storage.ngram_records import TextPiece, reduce_records, split_document, text_records
+from tests.storage.ngram_cases import stdlib_documents
 
 
 def continuation(record: np.void) -> list[int]:

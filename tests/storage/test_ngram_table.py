@@ -123,7 +123,7 @@ def test_acceptance_is_that_of_an_exhaustive_search(tmp_path: Path, reader: Asyn
     steps = 0
     for tokens in held_out:
         listed = tokens.tolist()
-        for end in range(16, min(len(listed), 9000), 3):
+        for end in range(16, min(len(listed), 9000), 5):
             context, truth = listed[max(0, end - 24) : end], listed[end : end + 14]
             found = look_up_waiting(table, context)
             draft, _ = reference.draft(context)
@@ -134,7 +134,7 @@ def test_acceptance_is_that_of_an_exhaustive_search(tmp_path: Path, reader: Asyn
                     accepted[name] += 1
             steps += 1
     assert accepted["reference"] > 0.3 * steps
-    assert accepted["table"] >= 0.95 * accepted["reference"]
+    assert accepted["table"] >= 0.98 * accepted["reference"]
 
 
 def test_pages_of_all_outcomes_are_fetched_during_verification(
