@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from localspec.commands.common import EXIT_INTERRUPTED
+from localspec.config import prepare_process
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("localspec.commands.chat:chat", "Chat in the terminal."),
@@ -58,6 +59,7 @@ def group() -> None:
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong use, 3 this machine cannot, 130 interrupted."""
+    prepare_process()
     try:
         group.main(standalone_mode=False)
     except click.ClickException as error:

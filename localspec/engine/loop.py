@@ -240,9 +240,16 @@ class DecodeLoop:
             clock.tokens += len(result.token_ids)
             clock.draft_ms += outcome.draft_ms
             clock.verify_ms += outcome.verify_ms
-            clock.plain_ms += len(result.token_ids) * (self._tuner.plain_ms_per_token(active) or 0.0)
+            clock.plain_ms += self._plain_ms(result, active, outcome.verify_ms)
             clock.drafts.see(result.num_drafted, result.num_accepted)
         self._metrics.count_step(landed.results, clients, outcome.draft_ms, outcome.verify_ms)
+
+    def _plain_ms(self, result: SlotResult, active: int, verify_ms: float) -> float:
+        """What the tokens of a step would have cost without drafts: a step without drafts is its own measure."""
+        if not result.num_drafted:
+            return verify_ms
+        plain = self._tuner.plain_ms_per_token(active)
+        return len(result.token_ids) * plain if plain is not None else verify_ms
 
     def _retire(self) -> None:
         ended = [s for s in self._scheduler.active if s.stage is Stage.FINISHED or s.cancelled]
