@@ -106,6 +106,8 @@ async def _snapshots(port: Port, pause_s: float) -> AsyncGenerator[bytes, None]:
     try:
         while True:
             yield frame(_state(port))
+            if port.engine.metrics().state == "stopped":
+                return
             await asyncio.sleep(pause_s)
     finally:
         port.n_holders -= 1

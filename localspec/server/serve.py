@@ -73,6 +73,9 @@ async def serve(
         server_header=False,
         date_header=False,
         lifespan="off",
+        # Behind a proxy on this machine strangers must not count as this machine.
+        proxy_headers=True,
+        forwarded_allow_ips=["127.0.0.1", "::1"],
         timeout_keep_alive=75,
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
@@ -81,6 +84,10 @@ async def serve(
     (on_listening or _print_address)(address)
     try:
         await server.serve(sockets)
+    except asyncio.CancelledError:
+        if server.started:
+            await server.shutdown(sockets)
+        raise
     finally:
         # Cancelled from outside, uvicorn leaves its listeners registered with the loop.
         for listener in getattr(server, "servers", []):

@@ -114,7 +114,9 @@ async def test_the_last_holder_stops_an_engine_that_a_chat_started() -> None:
     http = httpx.AsyncClient(headers=CONTROL)
     async with serving(engine, stop_when_unused=True, unused_grace_s=0.1) as address, http:
         async with http.stream("GET", address + "/localspec/v1/metrics?hz=20") as first:
-            assert json.loads((await anext(first.aiter_lines()))[6:])["holders"] == 1
+            # Held on to: a generator that is dropped closes its connection.
+            lines = first.aiter_lines()
+            assert json.loads((await anext(lines))[6:])["holders"] == 1
             async with http.stream("GET", address + "/localspec/v1/metrics") as second:
                 assert json.loads((await anext(second.aiter_lines()))[6:])["holders"] == 2
             await asyncio.sleep(0.4)
