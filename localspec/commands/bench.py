@@ -74,9 +74,9 @@ async def _bench(options: dict[str, Any]) -> dict[str, Any]:
 async def _engine(options: dict[str, Any]) -> Any:
     config = settings()
     if options["url"]:
-        from localspec.api.remote import RemoteEngine
+        from localspec.api.remote import RemoteEngine, RemoteSettings
 
-        return RemoteEngine(options["url"])
+        return RemoteEngine(RemoteSettings(options["url"]))
     from localspec.engine.build import EngineOptions
     from localspec.engine.engine import LocalEngine
 
