@@ -75,10 +75,11 @@ class LocalEngine:
     def metrics(self) -> MetricsSnapshot:
         built = self._built
         if built is not None:
-            choice = built.parts.tuner
-            return replace(
-                built.parts.metrics.snapshot(), drafter=choice.default_drafter, depth=choice.default_depth or 0
-            )
+            tuner = built.parts.tuner
+            drafter, depth = tuner.default_drafter, tuner.default_depth or 0
+            if drafter == "auto":
+                drafter, depth = f"auto: {tuner.chosen[0]}", tuner.chosen[1]
+            return replace(built.parts.metrics.snapshot(), drafter=drafter, depth=depth)
         if self._failure is not None:
             return MetricsSnapshot(state="failed", stage=self._failure.message, model_id=self._loading_id)
         return MetricsSnapshot(state="loading", stage=self._stage, model_id=self._loading_id)

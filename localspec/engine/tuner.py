@@ -61,6 +61,8 @@ class Tuner:
     _trial: dict[int, tuple[Arm, int]] = field(default_factory=dict)
     _step: int = 0
     reason: str = "not started"
+    chosen: Arm = OFF
+    """What was chosen last, for the panel."""
 
     def choose(self, sequence: Sequence, num_active: int) -> Arm:
         """Method and depth of the next window: the request's wish, else the user's, else what measured best."""
@@ -71,7 +73,8 @@ class Tuner:
             limit = self.depth_limits.get(drafter, 0)
             return drafter, min(depth if depth is not None else limit, limit)
         method, measured_depth = self._arm(num_active)
-        return method, measured_depth if depth is None else min(depth, self.depth_limits.get(method, 0))
+        self.chosen = method, measured_depth if depth is None else min(depth, self.depth_limits.get(method, 0))
+        return self.chosen
 
     def see(self, arm: Arm, num_active: int, tokens: int, ms: float) -> None:
         """A step with this arm emitted `tokens` for one sequence in `ms`."""
