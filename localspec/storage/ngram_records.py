@@ -22,6 +22,7 @@ from localspec.storage.ngram_format import (
     TAG_TOKENS,
     context_sums,
     mix_array,
+    take_records,
 )
 
 _KEY_FACTOR = np.uint64(0x9FB21C651E98DF25)
@@ -116,7 +117,7 @@ def reduce_records(records: NDArray[np.void], min_count: int = 1) -> NDArray[np.
         # What the n-gram's record counts may include contexts that stay; those then answer first.
         rare = rare[(rare["count"] >= min_count) & ~np.isin(_sort_key(rare), _sort_key(kept[often]))]
         kept = np.concatenate([kept[often], rare])
-        kept = kept[np.argsort(_sort_key(kept))]
+        kept = take_records(kept, np.argsort(_sort_key(kept)))
     return _capped(kept)
 
 
@@ -139,12 +140,12 @@ def _one_per_group(records: NDArray[np.void], key: NDArray[np.uint64]) -> NDArra
     sorted_key = key[order]
     starts = _group_starts(sorted_key)
     sizes = np.diff(np.append(starts, len(records)))
-    kept = records[order[starts]]
+    kept = take_records(records, order[starts])
     several = np.flatnonzero(sizes > 1)
     if len(several):
         rows = np.flatnonzero(np.repeat(sizes > 1, sizes))
         groups = np.repeat(np.arange(len(several)), sizes[several])
-        kept[several] = _combined(records[order[rows]], groups, order[rows])
+        kept[several] = _combined(take_records(records, order[rows]), groups, order[rows])
     return kept
 
 
@@ -153,24 +154,24 @@ def _combined(rows: NDArray[np.void], groups: NDArray[np.int64], position: NDArr
     weight = rows["count"].astype(np.int64)
     share = np.maximum(rows["source_share"] >> np.uint32(24), 1).astype(np.int64)
     totals = np.add.reduceat(np.maximum(weight * FULL_SHARE // share, weight), _group_starts(groups))
-    firsts = _token_at(rows, 0)
-    alive, support = _follow_heaviest(np.arange(len(rows)), groups, firsts, weight, position)
+    open_rows, support = _follow_heaviest(np.arange(len(rows)), groups, _token_at(rows, 0), weight, position)
     # Most groups agree on all that follows; only the others are walked, step by step along their most frequent path.
     texts = _continuation_hash(rows)
+    settled = []
     for step in range(1, CONTINUATION_TOKENS):
-        starts = _group_starts(groups[alive])
-        sizes = np.diff(np.append(starts, len(alive)))
-        differ = np.repeat(
-            np.minimum.reduceat(texts[alive], starts) != np.maximum.reduceat(texts[alive], starts), sizes
-        )
-        if not differ.any():
+        starts = _group_starts(groups[open_rows])
+        differ = np.minimum.reduceat(texts[open_rows], starts) != np.maximum.reduceat(texts[open_rows], starts)
+        in_open = np.repeat(differ, np.diff(np.append(starts, len(open_rows))))
+        settled.append(open_rows[~in_open])
+        open_rows = open_rows[in_open]
+        if not len(open_rows):
             break
-        walked = alive[differ]
-        kept, _ = _follow_heaviest(walked, groups, _token_at(rows, step), weight, position)
-        alive = np.sort(np.concatenate([alive[~differ], kept]))
+        token = _token_at(take_records(rows, open_rows), step)
+        open_rows, _ = _follow_heaviest(open_rows, groups, token, weight, position)
+    alive = np.concatenate([*settled, open_rows])
     # Heaviest, then latest: sorted so that the best is the last of its group.
     alive = alive[np.lexsort((position[alive], weight[alive], groups[alive]))]
-    found: NDArray[np.void] = rows[alive[np.append(_group_starts(groups[alive])[1:], len(alive)) - 1]]
+    found = take_records(rows, alive[np.append(_group_starts(groups[alive])[1:], len(alive)) - 1])
     found["count"] = np.minimum(support, MAX_COUNT)
     shares = np.maximum(FULL_SHARE * support // np.maximum(totals, support), 1).astype(np.uint32)
     found["source_share"] = (found["source_share"] & np.uint32(MAX_TOKEN)) | (shares << np.uint32(24))
@@ -184,20 +185,23 @@ def _follow_heaviest(
     weight: NDArray[np.int64],
     position: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each group's rows keep those with its heaviest token; returns the rows and that token's weight by group."""
-    key = (groups[alive] << 25) | token[alive]
-    alive = alive[np.argsort(key, kind="stable")]
-    key = (groups[alive] << 25) | token[alive]
+    """Keep the rows whose `token` is their group's heaviest; returns these rows and, by group, that token's weight.
+
+    `token` stands beside `alive`; the other arrays are indexed by it.
+    """
+    key = (groups[alive] << 25) | token
+    order = np.argsort(key)
+    key, alive = key[order], alive[order]
     starts = _group_starts(key)
     weights = np.add.reduceat(weight[alive], starts)
     run_groups = groups[alive[starts]]
     # The heaviest token of a group sorts last in it, of equals the one that was seen last.
-    order = np.lexsort((np.maximum.reduceat(position[alive], starts), weights, run_groups))
-    best = order[np.append(_group_starts(run_groups)[1:], len(order)) - 1]
+    ranked = np.lexsort((np.maximum.reduceat(position[alive], starts), weights, run_groups))
+    best = ranked[np.append(_group_starts(run_groups)[1:], len(ranked)) - 1]
     chosen = np.zeros(len(starts), dtype=bool)
     chosen[best] = True
     sizes = np.diff(np.append(starts, len(alive)))
-    return np.sort(alive[np.repeat(chosen, sizes)]), weights[best]
+    return alive[np.repeat(chosen, sizes)], weights[best]
 
 
 def _group_starts(values: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -234,4 +238,4 @@ def _capped(records: NDArray[np.void]) -> NDArray[np.void]:
     rank = np.arange(len(order)) - np.repeat(large_starts, np.diff(np.append(large_starts, len(order))))
     keep = np.ones(len(records), dtype=bool)
     keep[order[rank >= MAX_RECORDS_PER_ADDRESS]] = False
-    return records[keep]
+    return take_records(records, np.flatnonzero(keep))

@@ -29,7 +29,6 @@ from localspec.storage.ngram_format import (
     TAG_TOKENS,
     context_tag,
     prefix_hash,
-    prefix_hashes,
 )
 from localspec.storage.ngram_manifest import Manifest, TableDirectory
 from localspec.storage.ngram_run_file import Run
@@ -151,25 +150,22 @@ class NgramTable:
         Each context ends with the last known token; its last order - 1 tokens count, shorter ones are passed over.
         """
         width = self.order - 1
-        found = [prefix_hash(context[-width:]) for context in contexts if len(context) >= width]
-        if found:
-            self._request(np.array(found, dtype=np.uint64))
+        self._request([prefix_hash(context[-width:]) for context in contexts if len(context) >= width])
 
     def prefetch_step(self, history: Sequence[int], draft: Sequence[int]) -> None:
         """`prefetch` for every way a verification can end: after the history and 0 to all tokens of the draft."""
         width = self.order - 1
         tokens = [*history[-width:], *draft]
-        if len(tokens) >= width:
-            windows = np.lib.stride_tricks.sliding_window_view(np.array(tokens, dtype=np.uint32), width)
-            self._request(prefix_hashes(windows))
+        self._request([prefix_hash(tokens[at : at + width]) for at in range(len(tokens) - width + 1)])
 
-    def _request(self, hashes: NDArray[np.uint64]) -> None:
+    def _request(self, prefixes: Iterable[int]) -> None:
         with self._lock:
             wanted = {}
-            for slot in self._slots:
-                for page in slot.run.page_numbers(hashes).tolist():
-                    if page:
-                        wanted[PageKey(slot.number, page)] = slot.run
+            for prefix in prefixes:
+                for slot in self._slots:
+                    number = slot.run.page_number(prefix)
+                    if number:
+                        wanted[PageKey(slot.number, number)] = slot.run
             if wanted:
                 self._cache.request(list(wanted.items()))
 
@@ -199,14 +195,11 @@ class NgramTable:
 
     def _matching(self, prefix: int, last_token: int | None) -> tuple[list[bytes], bool]:
         """Live records of a prefix (and last token), and whether a page that may hold more is not here."""
-        address, fingerprint = prefix >> 32, prefix & 0xFFFFFFFF
-        pattern = _HASH_IN_RECORD.pack(address, fingerprint)
+        pattern = _HASH_IN_RECORD.pack(prefix >> 32, prefix & 0xFFFFFFFF)
         found: list[bytes] = []
         late = False
         for slot in self._slots:
-            if not slot.run.may_hold(address, fingerprint):
-                continue
-            number = slot.run.page_number(address)
+            number = slot.run.page_number(prefix)
             if not number:
                 continue
             page = self._cache.page(PageKey(slot.number, number))

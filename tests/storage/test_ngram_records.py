@@ -11,13 +11,13 @@ from localspec.storage.ngram_format import (
     FULL_SHARE,
     MAX_RECORDS_PER_ADDRESS,
     MAX_TOKEN,
+    MULTIPLIERS,
     RECORD,
     RECORD_BYTES,
     bloom_masks,
     bloom_words,
     context_tag,
     prefix_hash,
-    prefix_hashes,
 )
 from localspec.storage.ngram_merge import plan_merge
 from localspec.storage.ngram_records import TextPiece, reduce_records, split_document, text_records
@@ -55,10 +55,23 @@ def test_records_of_text(order: int) -> None:
         assert continuation(record) == following
 
 
-def test_windows_hash_as_single_prefixes_do() -> None:
-    tokens = np.random.default_rng(8).integers(0, MAX_TOKEN, size=30).astype(np.uint32)
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, 7)
-    assert prefix_hashes(windows).tolist() == [prefix_hash(window) for window in windows.tolist()]
+def test_hash_is_the_formula_of_the_format() -> None:
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+
+    def murmur_finaliser(value: int) -> int:
+        value = ((value ^ value >> 33) * 0xFF51AFD7ED558CCD) % 2**64
+        value = ((value ^ value >> 33) * 0xC4CEB9FE1A85EC53) % 2**64
+        return value ^ value >> 33
+
+    def total(first: int, last: int, reference: int) -> int:
+        distances = range(first, last + 1)
+        return sum((tokens[reference - d] + 1) * MULTIPLIERS[d] for d in distances) % 2**64
+
+    last = len(tokens) - 1
+    assert prefix_hash(tokens[-8:-1]) == murmur_finaliser(total(1, 7, last))
+    assert context_tag(tokens, 12) == murmur_finaliser(total(0, 11, last)) >> 48
+    assert context_tag(tokens, 16) == murmur_finaliser(total(0, 15, last)) >> 48
+    assert context_tag(tokens[-11:], 12) == 0
 
 
 def test_token_beyond_the_format_is_refused() -> None:
