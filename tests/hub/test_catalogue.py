@@ -128,7 +128,19 @@ def test_unknown_name_lists_near_ones_and_a_hub_address_is_taken() -> None:
     made_up = catalogue.find("Some-Org/Model_7B.v2")
     assert (made_up.id, made_up.verified) == ("model_7b.v2", False)
     assert made_up.sources == (HubSource("Some-Org/Model_7B.v2", include=made_up.sources[0].include),)  # type: ignore[union-attr]
-    for hostile in ("../x", "a/..", "a/b/c", "a/b?x", "/b", "a/ b", "https://x/y", "a/.."):
+    for hostile in (
+        "a/b:../x.gguf",
+        "a/b:x/y.gguf",
+        "a/b:x.bin",
+        "../x",
+        "a/..",
+        "a/b/c",
+        "a/b?x",
+        "/b",
+        "a/ b",
+        "https://x/y",
+        "a/..",
+    ):
         with pytest.raises(HubError):
             catalogue.find(hostile)
 

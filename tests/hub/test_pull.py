@@ -20,9 +20,9 @@ from hub_fake_server import COMMIT, FakeHub, Fault, git_sha1, running, sha256
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import save
 
-import localspec.hub.pull as pull_module
+import localspec.hub.install as install_module
 from localspec.hub import layout
-from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource, entry_for_repo
+from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource, entry_for_repo, load_catalogue
 from localspec.hub.pull import pull
 from localspec.hub.records import HubError, HubSettings, PullProgress
 
@@ -166,7 +166,7 @@ def test_gated_model_is_explained(hub: FakeHub, gguf_bytes: bytes, tmp_path: Pat
 def test_too_small_disk_is_refused_before_the_first_byte(
     hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_module, "free_bytes", lambda directory: 64 << 20)
+    monkeypatch.setattr(install_module, "free_bytes", lambda directory: 64 << 20)
     with pytest.raises(HubError, match=r"needs 0\.07 GB on the disk of .*, 0\.07 GB are free") as caught:
         pull(entry_with(hub_source(gguf_bytes)), tmp_path, settings_for(hub))
     assert caught.value.exit_code == 3
@@ -381,6 +381,25 @@ def test_weights_that_are_not_whole_are_refused(hub: FakeHub, tmp_path: Path) ->
     with pytest.raises(HubError, match=r"model\.safetensors"):
         pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
     assert not (tmp_path / "models" / "tiny").exists()
+
+
+def test_a_failed_check_costs_no_download(hub: FakeHub, tmp_path: Path) -> None:
+    hub.files, hub.lfs = checkpoint(), {"model.safetensors"}
+    tokenizer = hub.files.pop("tokenizer.json")
+    with pytest.raises(HubError, match=r"has no tokenizer\.json"):
+        pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    hub.files["tokenizer.json"], hub.log = tokenizer, []
+    pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    assert hub.body_bytes_of("model.safetensors") == 0
+
+
+def test_one_gguf_file_of_a_repository(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
+    hub.files["other.gguf"] = b"x"
+    with pytest.raises(HubError, match=r"name one of its GGUF files: acme/tiny:tiny\.gguf, :other\.gguf"):
+        pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    result = pull(load_catalogue().find(f"acme/tiny:{GGUF}"), tmp_path, settings_for(hub))
+    assert result.model_id == "tiny" and installed_names(result.directory) == EXPECTED_NAMES
+    assert hub.body_bytes_of("other.gguf") == 0
 
 
 def test_cached_weights_are_linked_not_copied(hub: FakeHub, tmp_path: Path) -> None:
