@@ -161,9 +161,12 @@ class Transfer:
         try:
             for worker in workers:
                 worker.start()
-            while any(worker.is_alive() for worker in workers) and self._failure is None:
+            while self._failure is None:
+                alive = next((worker for worker in workers if worker.is_alive()), None)
+                if alive is None:
+                    break
                 hashed_bytes = self._hash_front(handle, digest, hashed_bytes)
-                workers[0].join(0.05)
+                alive.join(0.05)
                 if time.monotonic() - saved_at_s > SIDECAR_INTERVAL_S:
                     self._save_ledger_quietly()
                     saved_at_s = time.monotonic()
