@@ -20,8 +20,20 @@ NUM_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """The best few tokens of each row. scores: [R, n] float32 logits; ids: [R, n] int64 target ids.
+
+    total: [R, 1] float32 logsumexp at the request's temperature over everything, candidates or not; None: over these.
+    """
+
+    scores: Tensor
+    ids: Tensor
+    total: Tensor | None
+
+
+@dataclass(frozen=True)
 class Drawer:
-    """Draws one token a slot. id_map: [n] int64 target id of each draft id (-1: no counterpart), None: the same ids.
+    """Draws one token a row. id_map: [n] int64 target id of each draft id (-1: no counterpart), None: the same ids.
 
     `greedy` takes the best token whatever the request's temperature; otherwise the request's temperature and filters
     apply and the noise is that of the target's own draw, so that equal laws give equal tokens.
@@ -30,27 +42,45 @@ class Drawer:
     id_map: Tensor | None = None
     greedy: bool = False
 
-    def draw(self, logits: Tensor, positions: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
-        """logits [S, n] float32, one row a slot; positions [S] int64, index in the history of the token being drawn.
+    def draw(
+        self, logits: Tensor, positions: Tensor, state: SequenceState, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """logits [R, n] float32; positions [R] int64, index in the history of the token being drawn.
 
-        Returns the target ids [S] int64 and the draft's own probability [S] float32 of its best token.
+        slots: [R] int64, None: row r is slot r. Returns the target ids [R] int64 and the draft's own probability [R]
+        float32 of its best token.
         """
+        return self.choose(self.candidates(logits, state, slots), positions, state, slots)
+
+    def candidates(
+        self, logits: Tensor, state: SequenceState, slots: Tensor | None = None, count: int = NUM_CANDIDATES
+    ) -> Candidates:
+        """The `count` best of each row of logits [R, n] float32."""
         if self.id_map is not None:
             logits = logits.masked_fill(self.id_map < 0, -torch.inf)
-        best, places = logits.topk(min(NUM_CANDIDATES, logits.shape[1]), dim=1)
+        scores, places = logits.topk(min(count, logits.shape[1]), dim=1)
         ids = places if self.id_map is None else self.id_map[places].clamp(min=0)
+        return Candidates(scores, ids, (logits / _divisor(state, slots)).logsumexp(dim=1, keepdim=True))
+
+    def choose(
+        self, found: Candidates, positions: Tensor, state: SequenceState, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `draw`, from candidates in any order."""
         table = state.sampling
-        parameters = RowParameters(table.temperature, table.top_k, table.top_p, table.min_p)
-        is_greedy = parameters.temperature <= 0
-        temperature = torch.where(is_greedy, 1.0, parameters.temperature)[:, None]
-        confidence = (best[:, :1] / temperature - (logits / temperature).logsumexp(dim=1, keepdim=True)).exp()
+        scaled, order = (found.scores / _divisor(state, slots)).sort(dim=1, descending=True)
+        ids = found.ids.gather(1, order)
+        total = scaled.logsumexp(dim=1, keepdim=True) if found.total is None else found.total
+        confidence = (scaled[:, 0] - total[:, 0]).exp().clamp(max=1.0)
         if self.greedy:
-            return ids[:, 0], confidence[:, 0]
-        scaled = best / temperature
-        noisy = scaled + gumbel(row_keys(table.seeds, positions), ids)
-        noisy = noisy.masked_fill(~kept_candidates(scaled, parameters, logits.shape[1]), -torch.inf)
+            return ids[:, 0], confidence
+        parameters = RowParameters(table.temperature, table.top_k, table.top_p, table.min_p)
+        if slots is not None:
+            parameters = RowParameters.gather(table, slots)
+        seeds = table.seeds if slots is None else table.seeds[slots]
+        noisy = scaled + gumbel(row_keys(seeds, positions), ids)
+        noisy = noisy.masked_fill(~kept_candidates(scaled, parameters, NUM_CANDIDATES), -torch.inf)
         drawn = ids.gather(1, noisy.argmax(dim=1, keepdim=True))[:, 0]
-        return torch.where(is_greedy, ids[:, 0], drawn), confidence[:, 0]
+        return torch.where(parameters.temperature <= 0, ids[:, 0], drawn), confidence
 
 
 def finished_draft(
@@ -75,3 +105,9 @@ def finished_draft(
         origin_names=origin_names,
         confidence=torch.where(inside, scores, 0.0),
     )
+
+
+def _divisor(state: SequenceState, slots: Tensor | None) -> Tensor:
+    """[R, 1] float32: the temperature, 1 for greedy rows."""
+    temperature = state.sampling.temperature if slots is None else state.sampling.temperature[slots]
+    return torch.where(temperature <= 0, 1.0, temperature)[:, None]

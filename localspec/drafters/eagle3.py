@@ -216,10 +216,11 @@ class _WideAttention:
     def forward(self, ops: Ops, wide: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
         """wide [R, 2 D], residual [R, D] -> residual + attention [R, D]; writes the rows' keys and values first."""
         shape, positions = self._shape, step.rows.positions
-        parts = torch.split(self._qkv(ops, wide, None), list(self._qkv.sizes), dim=1)
-        q, k, v = (part.unflatten(1, (-1, shape.head_dim)) for part in parts)
-        q = ops.norm_rope(q, self._norms[0], positions, self._inv_freq)
-        k = ops.norm_rope(k, self._norms[1], positions, self._inv_freq)
+        heads = self._qkv(ops, wide, None).view(wide.shape[0], -1, shape.head_dim)
+        first_v = shape.num_heads + shape.num_kv_heads
+        q = ops.norm_rope(heads[:, : shape.num_heads], self._norms[0], positions, self._inv_freq)
+        k = ops.norm_rope(heads[:, shape.num_heads : first_v], self._norms[1], positions, self._inv_freq)
+        v = heads[:, first_v:]
         k_pages, v_pages = step.cache.planes["k.0"], step.cache.planes["v.0"]
         ops.store_kv(k, k_pages, step.paging, positions)
         ops.store_kv(v, v_pages, step.paging, positions)
