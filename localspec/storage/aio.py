@@ -355,6 +355,10 @@ class AsyncReader:
             self._bell.put(None)
         for worker in self._workers:
             worker.join(timeout_s)
+        # Posted in the moment of closing, or left by a worker that is stuck.
+        while (ticket := self._next_ticket()) is not None:
+            if ticket._claimed():
+                self.finish(ticket, None, ReaderClosed(f"{ticket.request.file.path} was not read: the reader closed."))
 
     def __enter__(self) -> AsyncReader:
         return self

@@ -250,6 +250,10 @@ class RunBuilder:
             self._written_bytes += result.written_bytes
             self._damaged_pages += result.damaged_pages
             merged = (entry_of(result.header, _joined_sources(entries, deleted)),)
+            if not result.header.record_count:
+                # All of it was deleted: the sweep of the next builder takes the file if this one does not get to it.
+                (self._table.path / merged[0].file_name).unlink()
+                merged = ()
         self._manifest = self._table.update(lambda manifest: _exchanged(manifest, entries, merged, serve))
         for entry in entries:
             (self._table.path / entry.file_name).unlink(missing_ok=True)

@@ -224,6 +224,7 @@ class NgramTable:
 
         Raises:
             DamagedFile: the manifest is damaged now; the table goes on with what it had.
+            ValueError: the index has outgrown the cap; the same.
         """
         # Read before the manifest: one that comes in between is taken up the next time.
         stamp = self._manifest_stamp()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from localspec.storage.aio import AsyncReader
 from localspec.storage.errors import DamagedFile, WrongOwner
@@ -365,3 +368,77 @@ def test_new_text_is_taken_up_and_merged_in_use(tmp_path: Path, documents: list[
         assert look_up_waiting(table, context) is not None
         assert table.statistics().runs <= 3
     assert len(list(directory.glob("*.ngr"))) == table.statistics().runs
+
+
+def test_lookups_go_on_while_another_thread_builds_and_merges(
+    tmp_path: Path, documents: list[Tokens], occurrences: Occurrences, reader: AsyncReader
+) -> None:
+    directory = tmp_path / "t"
+    build(directory, documents[:1])
+    table = NgramTable.open(directory, TOKENIZER, reader, ram_cap_bytes=2 << 20)
+    failures: list[BaseException] = []
+
+    def build_on() -> None:
+        try:
+            for number in range(1, len(documents)):
+                with RunBuilder(directory, TOKENIZER) as builder:
+                    builder.add(f"chat {number}", documents[number])
+                    builder.finish()
+                table.refresh()
+                if number % 3 == 0:
+                    delete_source(directory, f"chat {number - 1}")
+                    table.refresh()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=build_on)
+    thread.start()
+    hits = rounds = 0
+    while thread.is_alive() or rounds < 2:
+        rounds += 1
+        for context in contexts_of(documents, 211):
+            found = look_up_waiting(table, context)
+            if found is not None:
+                hits += 1
+                truths = occurrences.continuations(context, found.match_tokens)
+                assert list(found.tokens) in [truth[: len(found.tokens)] for truth in truths]
+    thread.join()
+    assert not failures
+    assert hits > 50
+    figures = table.statistics()
+    assert (figures.damaged_pages, figures.damaged_runs, figures.read_errors) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"order": 99},
+        {"order": "8"},
+        {"tokenizer_fingerprint": "00"},
+        {"runs": [{"run_id": 1}]},
+        {"runs": 5},
+        {"sources": {"a": 1 << 30}},
+        {"sources": {"a": "1"}},
+        {"deleted": [0]},
+        {"build": 3},
+        {"documents_done": "x"},
+    ],
+    ids=str,
+)
+def test_manifest_that_is_whole_but_impossible(directory: Path, reader: AsyncReader, change: dict[str, object]) -> None:
+    path = directory / MANIFEST_NAME
+    body = json.dumps(json.loads(path.read_bytes().partition(b"\n")[2]) | change).encode()
+    path.write_bytes(f"{xxhash.xxh3_64_intdigest(body):016x}\n".encode() + body)
+    with pytest.raises(DamagedFile, match="build it again"):
+        NgramTable.open(directory, TOKENIZER, reader)
+
+
+def test_table_that_is_wholly_deleted_is_empty(tmp_path: Path, documents: list[Tokens], reader: AsyncReader) -> None:
+    build(tmp_path / "t", documents[:1])
+    delete_source(tmp_path / "t", "document 0")
+    with RunBuilder(tmp_path / "t", TOKENIZER) as builder:
+        report = builder.purge_deleted()
+    assert (report.records, report.table_bytes) == (0, 0)
+    assert list((tmp_path / "t").glob("*.ngr")) == []
+    table = NgramTable.open(tmp_path / "t", TOKENIZER, reader)
+    assert look_up_waiting(table, documents[0].tolist()[40:70]) is None
