@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from localspec.api.engine import Engine
 from localspec.api.types import EngineError
-from localspec.server import completions, control, metrics, openai
+from localspec.server import anthropic, completions, control, llamacpp, metrics, ollama, openai, responses
 from localspec.server.context import ControlHooks, Port, port_of
 from localspec.server.errors import ApiError, as_api_error
 from localspec.server.security import Gate, check_settings
@@ -49,8 +49,8 @@ def create_app(engine: Engine, settings: ServerSettings | None = None, hooks: Co
 
 
 def _routes() -> list[Route]:
-    routes = [Route("/health", health, methods=["GET"]), Route("/metrics", metrics.metrics, methods=["GET"])]
-    for path, endpoint, methods in _PUBLIC:
+    routes = [Route(path, endpoint, methods=methods) for path, endpoint, methods in _FIXED]
+    for path, endpoint, methods in _VERSIONED:
         # Clients differ in whether their base address ends in /v1.
         routes += [Route(prefix + path, endpoint, methods=methods) for prefix in ("/v1", "")]
     return routes + control.routes()
@@ -72,12 +72,35 @@ async def embeddings(request: Request) -> Response:
     raise ApiError(400, "This server generates text; it has no embedding model.", code="unsupported")
 
 
-_PUBLIC: tuple[tuple[str, Endpoint, list[str]], ...] = (
+_VERSIONED: tuple[tuple[str, Endpoint, list[str]], ...] = (
     ("/models", openai.models, ["GET"]),
     ("/models/{model:path}", openai.models, ["GET"]),
     ("/chat/completions", openai.chat_completions, ["POST"]),
     ("/completions", completions.completions, ["POST"]),
+    ("/responses", responses.responses, ["POST"]),
+    ("/messages", anthropic.messages, ["POST"]),
+    ("/messages/count_tokens", anthropic.count_tokens, ["POST"]),
     ("/embeddings", embeddings, ["POST"]),
+)
+_FIXED: tuple[tuple[str, Endpoint, list[str]], ...] = (
+    ("/", ollama.root, ["GET"]),
+    ("/health", health, ["GET"]),
+    ("/v1/health", health, ["GET"]),
+    ("/metrics", metrics.metrics, ["GET"]),
+    ("/api/chat", ollama.chat, ["POST"]),
+    ("/api/generate", ollama.generate, ["POST"]),
+    ("/api/tags", ollama.tags, ["GET"]),
+    ("/api/ps", ollama.tags, ["GET"]),
+    ("/api/show", ollama.show, ["POST"]),
+    ("/api/version", ollama.version, ["GET"]),
+    ("/api/v0/models", llamacpp.lmstudio_models, ["GET"]),
+    ("/api/v0/chat/completions", openai.chat_completions, ["POST"]),
+    ("/completion", llamacpp.completion, ["POST"]),
+    ("/infill", llamacpp.infill, ["POST"]),
+    ("/tokenize", llamacpp.tokenize, ["POST"]),
+    ("/detokenize", llamacpp.detokenize, ["POST"]),
+    ("/props", llamacpp.props, ["GET"]),
+    ("/slots", llamacpp.slots, ["GET"]),
 )
 
 
