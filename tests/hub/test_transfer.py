@@ -82,6 +82,14 @@ def test_faults_that_pass_are_survived(hub: FakeHub, tmp_path: Path, faults: lis
     assert hub.faults == []
 
 
+def test_attempts_that_move_on_do_not_count(hub: FakeHub, tmp_path: Path) -> None:
+    """Nine requests in a row bring a piece and break; with two attempts allowed the file still arrives."""
+    hub.faults = [Fault("drop", after_bytes=100_000, times=10)]
+    settings = replace(SETTINGS, max_attempts=2, range_bytes=2 * SIZE)
+    assert fetch(hub, tmp_path, settings)[0] == sha256(DATA)
+    assert hub.faults == []
+
+
 def test_a_stall_costs_its_timeout_not_more(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults = [Fault("stall", after_bytes=10, not_before_byte=1)]
     began_s = time.monotonic()

@@ -1,0 +1,108 @@
+"""A pull that dies at any of its file operations: never half a model, and the next pull finishes it.
+
+The process ends itself at the n-th operation, as kill -9 would: nothing is flushed, no cleanup runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hub_fake_server import FakeHub, running, sha256
+from hub_gguf_samples import SampleModel, write_model
+
+from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile
+from localspec.hub.local import list_installed, prune, verify
+from localspec.hub.pull import pull
+from localspec.hub.records import HubSettings
+
+pytestmark = pytest.mark.slow
+
+SOURCE = """
+import os, sys
+from pathlib import Path
+from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile
+from localspec.hub.pull import pull
+from localspec.hub.records import HubSettings
+
+url, data, size, digest, last = sys.argv[1:]
+count = [0]
+
+def deadly(operation):
+    def run(*args, **kwargs):
+        count[0] += 1
+        if count[0] == int(last):
+            os._exit(137)
+        return operation(*args, **kwargs)
+    return run
+
+for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync", "pwrite"):
+    setattr(os, name, deadly(getattr(os, name)))
+entry = ModelEntry(id="tiny", title="Tiny", architecture="llama", format="gguf", licence="x",
+                   sources=(HubSource("acme/tiny", files=(PinnedFile("tiny.gguf", int(size), digest),)),))
+pull(entry, Path(data), HubSettings(endpoint=url, range_bytes=60_000, n_connections=1), force=True)
+"""
+
+
+def run_until(hub: FakeHub, data_dir: Path, gguf: bytes, last_operation: int) -> int:
+    command = [
+        sys.executable,
+        "-c",
+        SOURCE,
+        hub.hub_url,
+        str(data_dir),
+        str(len(gguf)),
+        sha256(gguf),
+        str(last_operation),
+    ]
+    return subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=60).returncode
+
+
+def test_every_moment_of_a_pull(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", SampleModel())
+    gguf = (tmp_path / "tiny.gguf").read_bytes()
+    source = HubSource("acme/tiny", files=(PinnedFile("tiny.gguf", len(gguf), sha256(gguf)),))
+    entry = ModelEntry("tiny", "Tiny", "llama", "gguf", "x", (source,))
+    with running(FakeHub(files={"tiny.gguf": gguf}, lfs={"tiny.gguf"})) as hub:
+        settings = HubSettings(endpoint=hub.hub_url)
+        n_killed, n_installed = 0, 0
+        for last_operation in range(1, 200, 2):
+            fresh = tmp_path / f"fresh{last_operation}"
+            code = run_until(hub, fresh, gguf, last_operation)
+            if code == 0:
+                break
+            assert code == 137
+            n_killed += 1
+            models = list_installed(fresh)
+            n_installed += len(models)
+            assert [m.problem for m in models] in ([], [None])
+            assert not models or verify(fresh, "tiny") == ()
+            pull(entry, fresh, settings)
+            assert verify(fresh, "tiny") == ()
+            prune(fresh, now_s=time.time() + 7200)
+            left = [str(p.relative_to(fresh / "models")) for p in (fresh / "models").iterdir()]
+            assert sorted(left) == [".partial", "tiny"]
+        assert n_killed > 10 and 0 < n_installed < n_killed
+
+
+def test_replacing_a_model_keeps_the_old_or_the_new_one(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", SampleModel())
+    gguf = (tmp_path / "tiny.gguf").read_bytes()
+    source = HubSource("acme/tiny", files=(PinnedFile("tiny.gguf", len(gguf), sha256(gguf)),))
+    entry = ModelEntry("tiny", "Tiny", "llama", "gguf", "x", (source,))
+    with running(FakeHub(files={"tiny.gguf": gguf}, lfs={"tiny.gguf"})) as hub:
+        data = tmp_path / "data"
+        pull(entry, data, HubSettings(endpoint=hub.hub_url))
+        n_absent = 0
+        for last_operation in range(1, 200, 5):
+            if run_until(hub, data, gguf, last_operation) == 0:
+                break
+            models = list_installed(data)
+            n_absent += not models
+            assert [m.problem for m in models] in ([], [None])
+            pull(entry, data, HubSettings(endpoint=hub.hub_url))
+            assert verify(data, "tiny") == ()
+        assert last_operation > 20 and n_absent <= 1
