@@ -211,9 +211,7 @@ def attention_merge_kernel(
         present = splits < last
         maxima = tl.load(top_ptr + base + splits, mask=present, other=float("-inf"))
         sums = tl.load(sum_ptr + base + splits, mask=present, other=0.0)
-        parts = tl.load(
-            acc_ptr + (base + splits)[:, None] * D + dims[None, :], mask=present[:, None], other=0.0
-        )
+        parts = tl.load(acc_ptr + (base + splits)[:, None] * D + dims[None, :], mask=present[:, None], other=0.0)
         new_max = tl.maximum(total_max, tl.max(maxima, axis=0))
         keep = tl.exp2(total_max - new_max)
         weights = tl.exp2(maxima - new_max)
@@ -228,7 +226,7 @@ def attention_merge_kernel(
 
 
 def pairs_in_block(head_dim: int, device: torch.device) -> int:
-    """Pairs that a block holds without spilling: on sm_90 and 100 the queries stay in shared memory, else in registers."""
+    """Pairs that a block holds without spilling: on sm_90 and sm_100 queries stay in shared memory, not in registers."""
     wide = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     return 32 if wide or head_dim <= 128 else 16
 

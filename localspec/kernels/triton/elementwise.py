@@ -1,6 +1,6 @@
 """Row-wise operations that stand alone: RMS norm, gates, the embedding row.
 
-Each program handles one row or a piece of one, so a row's bits depend on nothing else. Knows nothing of what the rows mean.
+Each program handles one row or a piece of one, so a row's bits depend on nothing else. Knows nothing of what rows mean.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def gated(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
 
 
 def embed(token_ids: Tensor, table: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Rows of a table [V, K] on the device or in pinned host memory -> [R, K]; ids out of range read the nearest row."""
+    """Rows of a table [V, K], on the device or pinned on the host -> [R, K]; ids out of range read the nearest row."""
     if not table.is_contiguous() or not (table.device == device or table.is_pinned()):
         raise ValueError("the embedding table must be contiguous and lie on the device or in pinned host memory")
     width = table.shape[1]

@@ -76,7 +76,7 @@ def update_state(state, decay, keys, update):
 
 @triton.jit
 def read_state(state, vector):
-    """S vector -> [V]. state: [V, KO, KI]; vector: [KO, KI]. The sum over KO stays within a thread, so it goes first."""
+    """S vector -> [V]. state: [V, KO, KI]; vector: [KO, KI]. KO lies within a thread, so its sum goes first."""
     return tl.sum(tl.sum(state * vector[None, :, :], axis=1), axis=1)
 
 
@@ -141,7 +141,6 @@ def gdn_prepare_kernel(
     inside = rows < count
     slot_conv = conv_ptr + slot * (C * COLUMNS)
     slot_qkv = qkv_ptr + start * qkv_stride
-    D: tl.constexpr = DV if DV > DK else DK
     if head < 2 * HK:
         channels = head * DK + tl.arange(0, DK)
         mixed = convolve(
@@ -216,8 +215,10 @@ def gdn_window_kernel(
     starts_ptr,
     counts_ptr,
     pending_ptr,
+    slots_ptr,
     mixed_ptr,
     out_ptr,
+    num_rows,
     z_stride,
     eps,
     HK: tl.constexpr,
@@ -227,12 +228,18 @@ def gdn_window_kernel(
     RING: tl.constexpr,
     KI: tl.constexpr,
 ):
-    """Grid: (HV, S). Fold, store the state, run the rows from it, norm and gate them.
+    """Grid: (HV, S + 1). Fold, store the state, run the rows from it, norm and gate them.
 
-    mixed_ptr [R, HV, DV] float32 is scratch; out_ptr [R, HV * DV].
+    mixed_ptr [R, HV, DV] float32 is scratch; out_ptr [R, HV * DV]. The last of the second axis clears padding rows.
     """
     head = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
+    if slot == tl.num_programs(1) - 1:
+        all_rows = tl.arange(0, RING)
+        padding = tl.load(slots_ptr + all_rows, mask=all_rows < num_rows, other=0) < 0
+        cleared = out_ptr + all_rows[:, None] * (HV * DV) + (head * DV + tl.arange(0, DV))[None, :]
+        tl.store(cleared, tl.zeros([RING, DV], out_ptr.dtype.element_ty), mask=padding[:, None])
+        return
     count = tl.load(counts_ptr + slot).to(tl.int32)
     if count == 0:
         return
@@ -324,9 +331,11 @@ def check_gdn(inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> None:
 
 
 def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Tensor) -> Tensor:
-    """A verify step; see `Ops.gdn`. out: [R, HV * DV], rows of no slot are left as they are."""
+    """A verify step; see `Ops.gdn`. out: [R, HV * DV], zero for padding rows."""
     check_gdn(inputs, weights, state)
     num_rows, num_slots, ring = inputs.qkv.shape[0], state.ring_k.shape[0], state.ring_k.shape[1]
+    if num_rows > ring:
+        raise ValueError(f"a verify step has at most {ring} rows, not {num_rows}")
     hk, hv, dk, dv = (
         weights.num_key_heads,
         weights.num_value_heads,
@@ -352,9 +361,9 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Ten
         EPS=L2_EPS,
         num_warps=4,
     )
-    gdn_window_kernel[(hv, num_slots)](
+    gdn_window_kernel[(hv, num_slots + 1)](
         *(q, v, beta, inputs.z, weights.norm, old_k, old_decay, state.recurrent, state.ring_k, state.ring_u),
-        *(state.ring_decay, *window, mixed, out, inputs.z.stride(0), weights.eps),
+        *(state.ring_decay, *window, inputs.slots, mixed, out, num_rows, inputs.z.stride(0), weights.eps),
         **heads,
         KI=KEY_INNER,
         num_warps=state_warps(dk, dv),

@@ -1,10 +1,11 @@
 """Gated DeltaNet over a prefill chunk of one slot, 64 rows at a time, from a folded state.
 
-Knows rows and the chunked form; does not know record rings (`gdn.py` folds them first). Inside 64 rows the recurrence is
-a triangular system: with G the running sum of log decays, D[i, j] = exp(G[i] - G[j]) for i >= j, and A the strictly
-lower part of beta[i] (k_i . k_j) D[i, j], the corrections are U - W S with U = (I + A)^-1 beta V, W = (I + A)^-1 beta
-exp(G) K, and the state moves on by S <- exp(G_last) S + K^T exp(G_last - G) (U - W S) (arXiv 2412.06464). Tiles start at
-multiples of 64 rows of the chunk; padding rows have k = v = 0 and no decay, which leaves the state as it is.
+Knows rows and the chunked form; does not know record rings (`gdn_fold.py` folds them first). Inside 64 rows the
+recurrence is a triangular system: with G the running sum of log decays, D[i, j] = exp(G[i] - G[j]) for i >= j, and A the
+strictly lower part of beta[i] (k_i . k_j) D[i, j], the corrections are U - W S with U = (I + A)^-1 beta V and
+W = (I + A)^-1 beta exp(G) K, and the state moves on by S <- exp(G_last) S + K^T exp(G_last - G) (U - W S)
+(arXiv 2412.06464). Tiles start at multiples of 64 rows of the chunk; padding rows have k = v = 0 and no decay, which
+leaves the state as it is.
 
 q, k, W and Q K^T are never longer than 1 (W is k behind a product of contractions), so float16 holds them with the
 mantissa that tf32 matmuls read, at half the traffic. Values, corrections and the state stay in float32.

@@ -1,0 +1,249 @@
+"""The back end for NVIDIA cards from sm_80 on: Triton kernels for up to 16 rows, and for prefill of one slot.
+
+Exists because a decoding step must read each weight once at full memory speed, and no library does that for NVFP4 with
+a few rows. Differences between cards (shared memory, register pressure) are settled in the kernels' modules. Above 16
+rows weights are unpacked to bf16 and multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localspec.kernels.compat import version_problem
+from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8, unpack_fp8
+from localspec.kernels.nvfp4_pack import Nvfp4Weight, PackedNvfp4, dequantise_nvfp4, pack_small_m, unpack
+from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
+from localspec.kernels.triton import attention as decode
+from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope
+from localspec.kernels.triton.attention_prefill import prefill_attention
+from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
+from localspec.kernels.triton.fp8_linear import fp8_linear
+from localspec.kernels.triton.nvfp4_linear import nvfp4_linear
+from localspec.kernels.triton.stream_launch import StreamWorkspace
+from localspec.kernels.triton.tilings import tile_rows_for
+from localspec.kernels.weights import LogicalWeight
+
+PRIORITY = 10
+SMALL_ROWS = 16
+PREFILL_ROW_MULTIPLE = 256
+OLDEST_CAPABILITY = (8, 0)
+
+
+def supports(device: str) -> str | None:
+    """Reason why this back end cannot run on `device` ("cpu", "cuda", "cuda:1"), or None."""
+    if torch.device(device).type != "cuda":
+        return f"it needs an NVIDIA card, and the device asked for is {device}"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no NVIDIA card or driver"
+    capability = torch.cuda.get_device_capability(torch.device(device))
+    if capability < OLDEST_CAPABILITY:
+        return f"the card has compute capability {capability[0]}.{capability[1]}; 8.0 or later is needed"
+    return version_problem()
+
+
+def create(device: str) -> TritonOps:
+    """The back end on a card, with bf16 activations."""
+    return TritonOps(torch.device(device))
+
+
+class TritonOps:
+    """Meets `Ops`. Packing grows the workspace of the weight-stream kernels, so pack before capturing graphs."""
+
+    name = "triton_sm80"
+    activation_dtype = torch.bfloat16
+    waits = False
+    prefill_row_multiple = PREFILL_ROW_MULTIPLE
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._workspace: StreamWorkspace | None = None
+
+    def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
+        """Stack NVFP4 or FP8 parts in their format, anything else in bf16. Raises ValueError for unlike gated parts."""
+        if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
+            raise ValueError("a gated weight is made of two parts of equal shape, gate and up")
+        packed: PackedNvfp4 | PackedFp8 | None = None
+        nvfp4 = [part for part in parts if isinstance(part, Nvfp4Weight)]
+        fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+        if len(nvfp4) == len(parts):
+            packed = self._pack_nvfp4(nvfp4, gated)
+        elif len(fp8) == len(parts) and _stackable(fp8):
+            packed = self._pack_fp8(fp8, gated)
+        if packed is None:
+            matrices = [part.dequantise().to(self.device, torch.bfloat16) for part in parts]
+            return DenseMatrix(torch.cat(matrices).contiguous(), gated)
+        self._grow_workspace(packed)
+        return packed
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        norm: Norm | None = None,
+        epilogue: Epilogue = "none",
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `Ops.linear`. A normed x is rounded to bf16, as the matmul's operand.
+
+        Above 16 rows the two halves of `silu_mul` are rounded to bf16 before they are multiplied.
+        """
+        if not isinstance(weight, PackedNvfp4 | PackedFp8 | DenseMatrix):
+            raise ValueError(f"a {type(weight).__name__} was packed by another back end")
+        if (epilogue == "silu_mul") != weight.gated or (epilogue == "residual") != (residual is not None):
+            raise ValueError("silu_mul needs a gated weight, and the residual epilogue a residual")
+        dtype = out_dtype or self.activation_dtype
+        if x.shape[0] > SMALL_ROWS:
+            return self._many_rows(x, weight, norm, residual, bias, dtype)
+        width = weight.shape[0] // 2 if weight.gated else weight.shape[0]
+        out = torch.empty(x.shape[0], width, dtype=dtype, device=self.device)
+        if isinstance(weight, DenseMatrix):
+            rows = self._operand(x, norm)
+            return dense_linear(rows, weight, residual, bias, out)
+        if x.dtype != torch.bfloat16 and norm is None:
+            x = x.to(torch.bfloat16)
+        workspace = self._grow_workspace(weight)
+        if isinstance(weight, PackedNvfp4):
+            return nvfp4_linear(x, weight, workspace, norm, epilogue, residual, bias, out)
+        return fp8_linear(x, weight, workspace, norm, epilogue, residual, bias, out)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Ops.embed`. Raises ValueError for a table in host memory that is not pinned."""
+        return elementwise.embed(token_ids, table, self.device, self.activation_dtype)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.rms_norm`."""
+        return elementwise.rms_norm(x, norm)
+
+    def norm_rope(self, x: Tensor, norm: Norm | None, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """See `Ops.norm_rope`."""
+        return norm_rope.norm_rope(x, norm, positions, inv_freq)
+
+    def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
+        """See `Ops.store_kv`. Padding rows write nothing."""
+        norm_rope.store_kv(values, pages, paging, positions)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        paging: Paging,
+        key_begin: Tensor,
+        key_end: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See `Ops.attention`; output rows of padding are zero.
+
+        A multiple of 256 rows is a prefill chunk of one slot; other counts above 16 run as windows of 16 rows.
+        """
+        num_rows = q.shape[0]
+        if num_rows <= SMALL_ROWS:
+            return decode.paged_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale)
+        if num_rows % PREFILL_ROW_MULTIPLE == 0:
+            return prefill_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale)
+        windows = []
+        for first in range(0, num_rows, SMALL_ROWS):
+            rows = slice(first, first + SMALL_ROWS)
+            window = Paging(paging.block_tables, paging.slots[rows], paging.max_key_bound)
+            bounds = key_begin[rows], key_end[rows]
+            windows.append(decode.paged_attention(q[rows], k_pages, v_pages, window, bounds, scale))
+        return torch.cat(windows)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        return elementwise.gated(up, gate, silu=True)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.sigmoid_mul`."""
+        return elementwise.gated(x, gate, silu=False)
+
+    def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
+        """See `Ops.gdn`. Prefill multiplies in tf32 with float32 sums; the state stays float32."""
+        out = torch.empty(inputs.z.shape, dtype=self.activation_dtype, device=self.device)
+        if inputs.kind == "verify":
+            return gdn.gdn_window(inputs, weights, state, out)
+        return gdn_prefill.gdn_prefill(inputs, weights, state, out, "tf32")
+
+    def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
+        """See `Ops.gdn_fold`."""
+        gdn_fold.gdn_fold(state, pending_rows)
+
+    def _operand(self, x: Tensor, norm: Norm | None) -> Tensor:
+        rows = x if norm is None else elementwise.rms_norm(x, norm)
+        return rows.to(torch.bfloat16)
+
+    def _many_rows(
+        self,
+        x: Tensor,
+        weight: PackedNvfp4 | PackedFp8 | DenseMatrix,
+        norm: Norm | None,
+        residual: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """cuBLAS on the weight in bf16; a residual is added before the one rounding."""
+        rows = self._operand(x, norm)
+        matrix = _as_bfloat16(weight)
+        if residual is not None and bias is None and residual.dtype == dtype == torch.bfloat16:
+            return torch.addmm(residual, rows, matrix.t())
+        if weight.gated:
+            both = functional.linear(rows, matrix, None if bias is None else bias.to(torch.bfloat16))
+            gate, up = both.chunk(2, dim=1)
+            return elementwise.gated(up, gate, silu=True).to(dtype)
+        if residual is None and bias is None and dtype == torch.bfloat16:
+            return functional.linear(rows, matrix)
+        out = torch.mm(rows, matrix.t(), out_dtype=torch.float32)
+        if bias is not None:
+            out = out + bias.float()
+        if residual is not None:
+            out = out + residual.float()
+        return out.to(dtype)
+
+    def _pack_nvfp4(self, parts: list[Nvfp4Weight], gated: bool) -> PackedNvfp4:
+        whole = Nvfp4Weight(
+            torch.cat([part.codes.to(self.device) for part in parts]),
+            torch.cat([part.block_scale.view(torch.uint8).to(self.device) for part in parts]).view(torch.float8_e4m3fn),
+            torch.cat([part.row_scale.to(self.device) for part in parts]),
+        )
+        return pack_small_m(whole, tile_rows_for(*whole.shape), gated)
+
+    def _pack_fp8(self, parts: list[Fp8Weight], gated: bool) -> PackedFp8:
+        scales = [part.block_scale for part in parts if part.block_scale is not None]
+        whole = Fp8Weight(
+            torch.cat([part.codes.view(torch.uint8).to(self.device) for part in parts]).view(torch.float8_e4m3fn),
+            torch.cat([part.row_scale.to(self.device) for part in parts]),
+            torch.cat([scale.to(self.device) for scale in scales]) if scales else None,
+        )
+        return pack_fp8(whole, tile_rows_for(*whole.shape), gated)
+
+    def _grow_workspace(self, packed: PackedNvfp4 | PackedFp8) -> StreamWorkspace:
+        """The workspace, made anew where a weight needs more. Raises RuntimeError from PyTorch inside a capture."""
+        have = self._workspace
+        if have is not None and have.tickets.numel() >= packed.tiles and have.normed.shape[1] >= packed.shape[1]:
+            return have
+        tiles, columns = packed.tiles, packed.shape[1]
+        if have is not None:
+            tiles, columns = max(tiles, have.tickets.numel()), max(columns, have.normed.shape[1])
+        self._workspace = StreamWorkspace.create(self.device, tiles, columns)
+        return self._workspace
+
+
+def _stackable(parts: list[Fp8Weight]) -> bool:
+    """Parts with scales a block stack only at multiples of 128 rows, and only among themselves."""
+    blocked = [part.block_scale is not None for part in parts]
+    return not any(blocked) or (all(blocked) and all(part.shape[0] % 128 == 0 for part in parts[:-1]))
+
+
+def _as_bfloat16(weight: PackedNvfp4 | PackedFp8 | DenseMatrix) -> Tensor:
+    """[N, K] bf16 in logical row order."""
+    if isinstance(weight, DenseMatrix):
+        return weight.matrix
+    if isinstance(weight, PackedNvfp4):
+        return dequantise_nvfp4(unpack(weight)).to(torch.bfloat16)
+    return unpack_fp8(weight).to(torch.bfloat16)
