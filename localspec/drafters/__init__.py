@@ -67,7 +67,10 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What a drafter module's `build` receives. `checkpoint` and `folder` are None for drafters without weights."""
+    """What a drafter module's `build` receives. `checkpoint` and `folder` are None for drafters without weights.
+
+    `target_folder` lets a drafter with a vocabulary of its own compare the two tokenizers.
+    """
 
     ops: Ops
     model: Model
@@ -75,6 +78,7 @@ class DrafterSetup:
     context_limit_tokens: int
     checkpoint: Checkpoint | None = None
     folder: Path | None = None
+    target_folder: Path | None = None
 
 
 class DrafterModule(Protocol):

@@ -16,7 +16,7 @@ from localspec.drafters import Depths
 from localspec.sampling.noise import gumbel, row_keys
 from localspec.sampling.processors import RowParameters, kept_candidates
 
-NUM_CANDIDATES = 64
+NUM_CANDIDATES = 256
 
 
 @dataclass(frozen=True)

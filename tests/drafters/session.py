@@ -13,19 +13,16 @@ from localspec.core.records import (
     PAGE_TOKENS,
     Draft,
     HiddenNeeds,
-    PrefillPlan,
     Request,
-    SlotPlan,
     StepResult,
-    VerifyPlan,
 )
 from localspec.core.state import Cache
 from localspec.drafters import Depths, Drafter, DrafterSetup, drafter_module
 from localspec.models import Model
-from localspec.runner.inputs import prefill_rows, verify_rows
 from localspec.runner.slots import fill_slot, make_state, release_slot
 from localspec.sampling.accept import accept
 from tests.helpers.models import load_model, make_cache, make_rows, random_checkpoint, reference_ops
+from tests.sampling.tables import verify_rows
 
 CONTEXT_TOKENS = 512
 PAGES_PER_SLOT = -(-CONTEXT_TOKENS // PAGE_TOKENS) + 1
@@ -75,8 +72,8 @@ class Session:
         for states in self.target_cache.states.values():
             states[slot].zero_()
         for begin in range(0, len(prompt) - 1, chunk):
-            plan = PrefillPlan(slot, 0, begin, min(begin + chunk, len(prompt) - 1), "test")
-            rows = prefill_rows(plan, self.state, 4)
+            part = list(prompt[begin : min(begin + chunk, len(prompt) - 1)])
+            rows = make_rows("prefill", {slot: (begin, part)}, self.state.block_tables, padding=(begin % 3, 1))
             forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
             self.state.pending_rows[slot] = 0
             self.drafter.observe(rows, forward, self.state, self.cache)
@@ -94,10 +91,8 @@ class Session:
     def verify(self, draft: Draft, padding: int = 0) -> StepResult:
         """Run the window of every active slot with the drafts that it has, accept, and show the drafter."""
         counts = draft.num_drafts.tolist()
-        plan = VerifyPlan(
-            tuple(SlotPlan(slot, 0, "t", counts[slot], int(self.state.lengths[slot])) for slot in self.active)
-        )
-        rows = verify_rows(plan, draft, self.state, plan.num_rows + padding)
+        windows = [1 + count if slot in self.active else 0 for slot, count in enumerate(counts)]
+        rows = verify_rows(self.state, draft, windows, sum(windows) + padding)
         forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
         logits = self.model.logits(forward.hidden)
         result = accept(logits, rows, draft, self.state, logprobs=None)

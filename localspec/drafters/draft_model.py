@@ -1,0 +1,146 @@
+"""A separate small model drafts, with the same vocabulary as the target or another one.
+
+It reads the committed tokens in `observe` (in its own vocabulary, token by token, so that positions agree) and goes on
+from the newest one in `propose`. With a foreign vocabulary only tokens that spell the same bytes are ever drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
+from localspec.core.state import Cache, SequenceState
+from localspec.drafters import Depths, Drafter, DrafterSetup
+from localspec.drafters._drawing import Drawer, finished_draft
+from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
+from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
+from localspec.formats.checkpoint import read_config
+from localspec.models import Model, architecture
+
+needs_weights = True
+MAX_DEPTH = 15
+
+
+class ModelDrafter:
+    """Meets `Drafter`."""
+
+    name = "draft_model"
+    origins: tuple[str, ...] = ("draft_model",)
+    max_depth = MAX_DEPTH
+    needs = HiddenNeeds()
+
+    def __init__(self, model: Model, vocabulary: VocabularyMap | None, device: torch.device, greedy: bool) -> None:
+        """Raises ValueError for a model with recurrent state, which could not take back a refused draft."""
+        if model.cache_spec.states:
+            raise ValueError("a model with recurrent state cannot draft; take one with attention layers only")
+        self._model = model
+        self._to_draft = None if vocabulary is None else vocabulary.target_to_draft.to(device)
+        self._drawer = Drawer(None if vocabulary is None else vocabulary.draft_to_target.to(device), greedy)
+        self.cache_spec = replace(model.cache_spec, owner=self.name)
+
+    @torch.inference_mode()
+    def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
+        """One row a slot and token, from the newest token on."""
+        ready = state.lengths > 0
+        newest = (state.lengths - 1).clamp(min=0)
+        token_ids = state.history.gather(1, newest[:, None])[:, 0]
+        tokens: list[Tensor] = []
+        confidence: list[Tensor] = []
+        for column in range(min(depths.max_depth, self.max_depth)):
+            runs = ready & (depths.depths > column)
+            rows = self._rows(token_ids, newest + column, runs, depths, state)
+            hidden = self._model.forward(rows, cache, self.needs).hidden
+            token_ids, score = self._drawer.draw(self._model.logits(hidden), state.lengths + column, state)
+            tokens.append(token_ids)
+            confidence.append(score)
+        return finished_draft(tokens, confidence, ready, depths, self.origins)
+
+    @torch.inference_mode()
+    def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
+        """Read the committed rows; what was drafted for them is written over."""
+        committed = (rows.slots >= 0) & (rows.positions + 1 < state.lengths[rows.slots.clamp(min=0)])
+        kept = replace(rows, token_ids=self._own(rows.token_ids), slots=torch.where(committed, rows.slots, -1))
+        self._model.forward(kept, cache, self.needs)
+
+    def forget(self, slot: int) -> None:
+        """Nothing is kept outside the pages."""
+
+    def _own(self, token_ids: Tensor) -> Tensor:
+        """Target ids -> ids that this model reads."""
+        token_ids = token_ids.clamp(min=0)
+        if self._to_draft is None:
+            return token_ids.clamp(max=self._model.vocab_size - 1)
+        return self._to_draft[token_ids]
+
+    def _rows(self, token_ids: Tensor, positions: Tensor, runs: Tensor, depths: Depths, state: SequenceState) -> Rows:
+        """One row a slot; slots that do not run become padding."""
+        slots = torch.arange(runs.shape[0], device=runs.device)
+        return Rows(
+            kind="verify",
+            token_ids=self._own(token_ids),
+            positions=positions,
+            slots=torch.where(runs, slots, -1),
+            block_tables=state.block_tables,
+            lengths=state.lengths,
+            window_starts=slots,
+            window_rows=runs.to(torch.int64),
+            pending_rows=torch.zeros_like(state.pending_rows),
+            max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
+        )
+
+
+def make(model: Model, vocabulary: VocabularyMap | None, setup: DrafterSetup, greedy: bool = False) -> Drafter:
+    """The drafter around a loaded model. Raises ValueError if it cannot draft for the target."""
+    if vocabulary is None and model.vocab_size > setup.model.vocab_size:
+        raise ValueError(
+            f"the draft has {model.vocab_size} tokens and the target {setup.model.vocab_size}; "
+            "their tokenizers are needed to compare them"
+        )
+    return ModelDrafter(model, vocabulary, setup.ops.device, greedy)
+
+
+def build(setup: DrafterSetup) -> Drafter:
+    """The model of a folder. With `target_folder` the two tokenizers are compared; without, ids must mean the same.
+
+    Raises ValueError if the model cannot be loaded or has no token in common with the target.
+    """
+    if setup.checkpoint is None or setup.folder is None:
+        raise ValueError("draft_model needs the folder of a small model")
+    config = read_config(setup.folder)
+    model = architecture(str(config.get("model_type"))).load(config, setup.checkpoint, setup.ops)
+    vocabulary = None
+    if setup.target_folder is not None:
+        sizes = (model.vocab_size, setup.model.vocab_size)
+        vocabulary = compare(read_spellings(setup.folder), read_spellings(setup.target_folder), sizes)
+    return make(model, vocabulary, setup)
+
+
+def tiny(setup: DrafterSetup) -> Drafter:
+    """A random two-layer model with a vocabulary of its own: every second token of the target, in reverse order."""
+    size = setup.model.vocab_size // 2
+    hidden, inner, heads, head_dim = 48, 60, 4, 12
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "vocab_size": size,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= attention_shapes(f"{at}self_attn.", (hidden, heads * head_dim, 2 * head_dim), hidden)
+        shapes |= mlp_shapes(f"{at}mlp.", hidden, inner)
+    model = architecture("llama").load(config, RandomCheckpoint(shapes), setup.ops)
+    to_target = torch.arange(size).flip(0) * 2
+    to_draft = (size - 1 - torch.arange(setup.model.vocab_size) // 2).clamp(min=0)
+    return make(model, VocabularyMap(to_target, to_draft, size), setup)
