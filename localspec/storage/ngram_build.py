@@ -87,6 +87,11 @@ class RunBuilder:
         """Documents of this build that earlier calls of `add` handed over, in earlier processes too."""
         return self._documents_done
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names that can be deleted; what was added since the last flush is not among them yet."""
+        return frozenset(self._manifest.sources)
+
     def __enter__(self) -> RunBuilder:
         """Take the lock, open or make the table, remove what dead builders left.
 
@@ -109,8 +114,9 @@ class RunBuilder:
     def _begin(self, manifest: Manifest) -> Manifest:
         if manifest.build == self._build:
             return manifest
-        # Another build was given up half-way.
-        return replace(manifest, staged=(), build=self._build, documents_done=0)
+        # Another build was given up half-way: what it added is gone, so are the names it brought.
+        rest = {name: number for name, number in manifest.sources.items() if name not in manifest.staged_sources}
+        return replace(manifest.without_build(), build=self._build, sources=rest)
 
     def add(self, source: str, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Take one document. `source` is what can later be deleted as one: a file, a chat, a corpus.
@@ -160,6 +166,7 @@ class RunBuilder:
             manifest,
             staged=manifest.staged + new,
             documents_done=self._documents_done,
+            staged_sources=(*manifest.staged_sources, *self._new_sources),
             sources={**manifest.sources, **self._new_sources},
             next_source=max([manifest.next_source, *(number + 1 for number in self._new_sources.values())]),
         )
@@ -194,7 +201,7 @@ class RunBuilder:
         staged = self._manifest.staged
         if len(staged) == 1 and min_count == 1:
             self._manifest = self._table.update(
-                lambda manifest: replace(manifest, runs=manifest.runs + staged, staged=(), documents_done=0, build="")
+                lambda manifest: replace(manifest.without_build(), runs=manifest.runs + staged)
             )
         elif staged:
             self._merge(staged, min_count, progress, serve=True)
@@ -293,8 +300,7 @@ def _exchanged(
         return replace(manifest, runs=exchange(manifest.runs, entries[-1]))
     if not serve:
         return replace(manifest, staged=exchange(manifest.staged, entries[-1]))
-    staged = tuple(entry for entry in manifest.staged if entry not in entries)
-    return replace(manifest, runs=manifest.runs + merged, staged=staged, documents_done=0, build="")
+    return replace(manifest.without_build(), runs=manifest.runs + merged)
 
 
 def delete_source(directory: Path, source: str) -> bool:

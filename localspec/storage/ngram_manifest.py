@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,16 @@ class Manifest:
     """Name of that build."""
     documents_done: int = 0
     """Of that build: how many are wholly in `staged`."""
+    staged_sources: tuple[str, ...] = ()
+    """Names that this build brought in; they go if it is given up."""
     sources: Mapping[str, int] = field(default_factory=dict)
     deleted: frozenset[int] = frozenset()
     """Tombstones: records of these sources are not served, and go with the next merge of their run."""
     next_source: int = 1
+
+    def without_build(self) -> Manifest:
+        """No build is going on: its runs answer look-ups by now, or are given up."""
+        return replace(self, staged=(), build="", documents_done=0, staged_sources=())
 
 
 def entry_of(header: RunHeader, sources: frozenset[int] | None) -> RunEntry:
@@ -170,7 +176,8 @@ def _parse(data: bytes) -> Manifest:
     fields: dict[str, Any] = json.loads(body)
     sources = fields["sources"]
     numbers = (*sources.values(), *fields["deleted"], fields["next_source"])
-    if not all(isinstance(name, str) for name in (fields["build"], *sources)) or not all(
+    staged_sources = tuple(fields["staged_sources"])
+    if not all(isinstance(name, str) for name in (fields["build"], *sources, *staged_sources)) or not all(
         type(number) is int and 0 < number <= MAX_SOURCE + 1 for number in numbers
     ):
         raise ValueError
@@ -184,6 +191,7 @@ def _parse(data: bytes) -> Manifest:
         staged=tuple(_parse_entry(item) for item in fields["staged"]),
         build=fields["build"],
         documents_done=int(fields["documents_done"]),
+        staged_sources=staged_sources,
         sources=sources,
         deleted=frozenset(fields["deleted"]),
         next_source=fields["next_source"],

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,11 +152,13 @@ def test_unfinished_build_is_resumed_and_another_starts_over(tmp_path: Path, doc
         # Nothing of it answers before it is finished.
         assert NgramTable.open(directory, TOKENIZER, reader).statistics().runs == 0
     assert run("second", 5) == 0
+    assert set(TableDirectory(directory).load().sources) <= {"corpus"}
     assert 0 < run("second", None) <= 5
     build(tmp_path / "whole", documents)
     assert set(occurrences_of(all_records(directory))) == set(occurrences_of(all_records(tmp_path / "whole")))
     manifest = TableDirectory(directory).load()
-    assert (manifest.staged, manifest.build, manifest.documents_done) == ((), "", 0)
+    assert manifest.without_build() == manifest
+    assert set(manifest.sources) == {"corpus"}
     assert manifest.runs[0].token_count == sum(len(tokens) for tokens in documents)
 
 
@@ -224,55 +225,74 @@ from localspec.storage.ngram_build import RunBuilder
 from tests.storage.ngram_cases import TOKENIZER, stdlib_documents
 documents = stdlib_documents(sys.argv[3].split(","))
 print("ready", flush=True)
-with RunBuilder(Path(sys.argv[1]), TOKENIZER, build="kill", chunk_tokens=1500, fan_in=4) as builder:
-    for number, tokens in enumerate(documents):
-        if number >= builder.documents_done:
+options = {"chunk_tokens": 1500, "fan_in": 3, "merge_memory_bytes": 1 << 18}
+with RunBuilder(Path(sys.argv[1]), TOKENIZER, build="corpus", **options) as builder:
+    if builder.documents_done or not builder.sources:
+        for tokens in documents[builder.documents_done:4]:
             builder.add("corpus", tokens)
-    builder.finish()
+        builder.finish()
+for number, tokens in enumerate(documents[4:]):
+    with RunBuilder(Path(sys.argv[1]), TOKENIZER, build=f"chat {number}", **options) as builder:
+        if f"chat {number}" not in builder.sources:
+            builder.add(f"chat {number}", tokens)
+        builder.finish()
 """
 
 
-def test_killed_at_any_moment(tmp_path: Path, documents: list[Tokens]) -> None:
-    directory, root = tmp_path / "t", str(Path(__file__).parents[2])
-    occurrences = Occurrences(documents)
-    rng = np.random.default_rng(13)
-    kills = finished = 0
-    progress = []
-    for attempt in range(40):
-        command = [sys.executable, "-c", BUILDER, str(directory), root, ",".join(MODULES)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+def killed_builder(directory: Path, wait_s: float) -> bool:
+    """Run the builder above for a while, then kill it; True when it had ended before."""
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", BUILDER, str(directory), root, ",".join(MODULES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(float(rng.random()) * 0.09)
-        finished += process.poll() == 0
-        kills += process.poll() is None
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        try:
+            assert process.wait(wait_s) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return False
+    return True
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path, documents: list[Tokens]) -> None:
+    directory = tmp_path / "t"
+    occurrences = Occurrences(documents)
+    rng = np.random.default_rng(13)
+    finished, kills, states = False, 0, set()
+    while not finished and kills < 60:
+        # Past the sixth kill ever longer, so that the end is reached.
+        finished = killed_builder(directory, float(rng.random()) * (0.1 if kills < 12 else 0.02 * kills))
+        kills += not finished
         if not (directory / "manifest").exists():
             continue
         manifest = TableDirectory(directory).load()
-        progress.append(manifest.documents_done)
-        counted = sum(entry.token_count for entry in manifest.staged)
-        assert counted == sum(len(tokens) for tokens in documents[: manifest.documents_done])
-        if attempt % 6 == 0 or manifest.runs:
+        states.add((manifest.documents_done, len(manifest.staged), len(manifest.runs), len(manifest.sources)))
+        # What the manifest counts as done is what is in the files it names, no more and no less.
+        chats = {name: 4 + int(name[5:]) for name in manifest.sources if name.startswith("chat")}
+        corpus = range(4) if manifest.runs else range(manifest.documents_done)
+        if not chats and manifest.build == "corpus":
+            assert sum(entry.token_count for entry in manifest.staged) == sum(len(documents[i]) for i in corpus)
+        elif manifest.runs:
+            done = [*corpus, *chats.values()]
+            entries = (*manifest.runs, *manifest.staged)
+            assert sum(entry.token_count for entry in entries) == sum(len(documents[i]) for i in done)
+        if kills % 5 == 0:
             check_serves_only_truth(directory, occurrences, documents)
-        if manifest.runs:
-            break
+    assert finished
     assert kills > 4
-    assert progress == sorted(progress) or finished
-    # Whatever the kills left behind goes with the next builder, and the build ends as if there had been none.
-    with RunBuilder(directory, TOKENIZER, build="kill", chunk_tokens=1500, fan_in=4) as builder:
-        if not TableDirectory(directory).load().runs:
-            for tokens in documents[builder.documents_done :]:
-                builder.add("corpus", tokens)
-            builder.finish()
-    assert {path.suffix for path in directory.iterdir() if path.is_file()} <= {".ngr", ".lock", ""}
-    assert not list(directory.glob(f"{TEMPORARY_PREFIX}*"))
+    assert len(states) > 4
     manifest = TableDirectory(directory).load()
     assert {path.name for path in directory.glob("*.ngr")} == {entry.file_name for entry in manifest.runs}
-    assert manifest.runs[-1].token_count == sum(len(tokens) for tokens in documents)
+    assert not list(directory.glob(f"{TEMPORARY_PREFIX}*"))
+    assert sum(entry.token_count for entry in manifest.runs) == sum(len(tokens) for tokens in documents)
     assert check_serves_only_truth(directory, occurrences, documents) > 50
+    with RunBuilder(tmp_path / "whole", TOKENIZER) as builder:
+        for number, tokens in enumerate(documents):
+            builder.add("corpus" if number < 4 else f"chat {number - 4}", tokens)
+        builder.finish()
+    found, whole = (set(occurrences_of(all_records(path))) for path in (directory, tmp_path / "whole"))
+    assert found == whole
 
 
 def test_merge_skips_damaged_pages_and_says_so(tmp_path: Path, documents: list[Tokens]) -> None:
