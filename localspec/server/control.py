@@ -112,15 +112,16 @@ async def _snapshots(port: Port, pause_s: float) -> AsyncGenerator[bytes, None]:
     finally:
         port.n_holders -= 1
         if port.n_holders == 0 and port.settings.stop_when_unused and port.hooks.shutdown is not None:
-            asyncio.get_running_loop().call_later(port.settings.unused_grace_s, _stop_if_unused, port)
+            asyncio.get_running_loop().call_later(port.settings.unused_grace_s, stop_if_unused, port)
 
 
-def _stop_if_unused(port: Port) -> None:
+def stop_if_unused(port: Port) -> None:
+    """Shut down unless someone holds a metrics stream; running answers are waited for."""
     if port.n_holders or port.hooks.shutdown is None:
         return
     if port.n_requests:
         # An editor may still read an answer: look again later.
-        asyncio.get_running_loop().call_later(port.settings.unused_grace_s, _stop_if_unused, port)
+        asyncio.get_running_loop().call_later(port.settings.unused_grace_s, stop_if_unused, port)
     else:
         port.hooks.shutdown()
 

@@ -101,11 +101,11 @@ async def run(
             if isinstance(event, Done):
                 done = event
             elif isinstance(event, Delta):
-                if splitter is None:
-                    splitter = _splitter(request, event, max_calls, splits)
                 usage.add(event)
-                yield Step(tuple(splitter.feed(event.text)), event)
-                if splitter.done:
+                if splitter is None and event.text:
+                    splitter = _splitter(request, event, max_calls, splits)
+                yield Step(tuple(splitter.feed(event.text)) if splitter else (), event)
+                if splitter and splitter.done:
                     break
             else:
                 usage.prompt_tokens = event.total_tokens if isinstance(event, Prefill) else usage.prompt_tokens

@@ -10,16 +10,20 @@ import contextlib
 import errno
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from localspec.api.engine import Engine
 from localspec.server.app import create_app
 from localspec.server.context import ControlHooks
+from localspec.server.control import stop_if_unused
 from localspec.server.security import check_settings
 from localspec.server.settings import ServerSettings
 
@@ -39,13 +43,18 @@ def run_server(
     hooks: ControlHooks | None = None,
     on_listening: OnListening | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or a shutdown call; the engine is closed at the end. See `serve`."""
+    """Serve until SIGTERM or a shutdown call; the engine is closed at the end. See `serve`.
+
+    SIGINT ends it too, and raises KeyboardInterrupt when all is closed.
+    """
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(engine, settings, hooks, on_listening))
+        interrupted = asyncio.run(serve(engine, settings, hooks, on_listening))
     else:
-        uvloop.run(serve(engine, settings, hooks, on_listening))
+        interrupted = uvloop.run(serve(engine, settings, hooks, on_listening))
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 async def serve(
@@ -53,8 +62,8 @@ async def serve(
     settings: ServerSettings | None = None,
     hooks: ControlHooks | None = None,
     on_listening: OnListening | None = None,
-) -> None:
-    """Serve in this event loop.
+) -> bool:
+    """Serve in this event loop; says whether SIGINT ended it.
 
     `on_listening` gets the base address (`http://127.0.0.1:8012`) once connections are taken; by default it is
     printed. Raises PortInUse, UnsafeAddress, or OSError for an address that is not this machine's.
@@ -82,6 +91,8 @@ async def serve(
     )
     address = base_address(settings.host, port)
     (on_listening or _print_address)(address)
+    if settings.stop_when_unused:
+        asyncio.get_running_loop().call_later(settings.unclaimed_s, stop_if_unused, app.state.port)
     try:
         await server.serve(sockets)
     except asyncio.CancelledError:
@@ -95,6 +106,7 @@ async def serve(
         for item in sockets:
             item.close()
         await engine.aclose()
+    return server.interrupted
 
 
 class _Server(uvicorn.Server):
@@ -103,6 +115,24 @@ class _Server(uvicorn.Server):
     def __init__(self, engine: Engine) -> None:
         super().__init__(uvicorn.Config(app=_no_app))
         self._engine = engine
+        self.interrupted = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take signals while serving; uvicorn would raise them again, and what comes after it would not run."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, stack: FrameType | None) -> None:
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        self.handle_exit(number, stack)
 
     def stop(self) -> None:
         """Begin to shut down."""

@@ -41,3 +41,5 @@ class ServerSettings:
     stop_when_unused: bool = False
     """Shut down when the last holder of a metrics stream has left (an engine that `chat` started)."""
     unused_grace_s: float = 3.0
+    unclaimed_s: float = 120.0
+    """With `stop_when_unused`: how long to wait for the first holder, which may have died before it came."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -124,6 +125,37 @@ async def test_the_last_holder_stops_an_engine_that_a_chat_started() -> None:
         async with asyncio.timeout(5):
             while engine.metrics().state != "stopped":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+async def test_an_engine_that_nobody_claims_stops() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, stop_when_unused=True, unclaimed_s=0.2), asyncio.timeout(5):
+        while engine.metrics().state != "stopped":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_the_server_in_good_order(number: signal.Signals, code: int) -> None:
+    program = """
+import sys
+from localspec.api.scripted import ScriptedEngine
+from localspec.server.serve import run_server
+from localspec.server.settings import ServerSettings
+engine = ScriptedEngine()
+try:
+    run_server(engine, ServerSettings(port=0))
+except KeyboardInterrupt:
+    sys.exit(130)
+finally:
+    print(engine.metrics().state, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[2]
+        assert httpx.get(address + "/health", trust_env=False).status_code == 200
+        process.send_signal(number)
+        assert process.wait(10) == code
+        assert process.stdout.read().strip() == "stopped"
 
 
 async def test_metrics_text() -> None:
