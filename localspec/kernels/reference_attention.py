@@ -53,7 +53,7 @@ def paged_attention(
         split_range = min(begins[first:last]) // SPLIT_KEYS, -(-max(ends[first:last]) // SPLIT_KEYS)
         pages = block_tables[slots[first], : split_range[1] * SPLIT_PAGES].tolist()
         runs = _runs(pages, split_range, k_pages.shape[0])
-        bounds = key_begin[first:last], key_end[first:last]
+        bounds = begins[first:last], ends[first:last]
         out[first:last] = _attend(q[first:last].float() * scale, (k_pages, v_pages), pages, runs, bounds)
     return out
 
@@ -99,7 +99,7 @@ def _keys(pool: Tensor, pages: list[int], run: _Run) -> Tensor:
 
 
 def _attend(
-    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], bounds: tuple[Tensor, Tensor]
+    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], bounds: tuple[list[int], list[int]]
 ) -> Tensor:
     """q [r, H, D] float32, scaled, all of one slot -> [r, H, D] float32."""
     num_rows, num_heads, head_dim = q.shape
@@ -114,7 +114,7 @@ def _attend(
         key = _keys(pools[0], pages, run)
         for head, target in enumerate(scores[:, run.first - first_split : run.last - first_split]):
             torch.bmm(grouped[head].expand(len(key), -1, -1), key[:, :, head].transpose(1, 2), out=target)
-    scores.masked_fill_(_hidden_keys(bounds, first_split, num_splits, group, padded), float("-inf"))
+    _hide_keys(scores, bounds, first_split, group)
     weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
     parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)
     for run in runs:
@@ -127,18 +127,29 @@ def _attend(
     return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
 
-def _hidden_keys(bounds: tuple[Tensor, Tensor], first_split: int, num_splits: int, group: int, padded: int) -> Tensor:
-    """[splits, padded rows, 256] bool: keys that a row may not see. Padding rows see all, which keeps them finite."""
-    begin, end = (bound.repeat_interleave(group).view(1, -1, 1) for bound in bounds)
-    positions = torch.arange(first_split * SPLIT_KEYS, (first_split + num_splits) * SPLIT_KEYS, device=begin.device)
-    positions = positions.view(num_splits, 1, SPLIT_KEYS)
-    hidden = (positions < begin) | (positions >= end)
-    return torch.nn.functional.pad(hidden, (0, 0, 0, padded - hidden.shape[1]))
+def _hide_keys(scores: Tensor, bounds: tuple[list[int], list[int]], first_split: int, group: int) -> None:
+    """Set the scores of keys outside [begin, end) of each row to -inf. scores: [Hkv, splits, padded rows, 256].
+
+    Only splits that some row sees in part are touched. Padding rows see all keys there, which keeps them finite.
+    """
+    begins, ends = bounds
+    for hidden_above, limits in ((False, begins), (True, ends)):
+        # All rows see a split whole below the smallest end, and from the largest begin on.
+        low = min(limits) // SPLIT_KEYS - first_split if hidden_above else 0
+        high = scores.shape[1] if hidden_above else -(-max(limits) // SPLIT_KEYS) - first_split
+        if low >= high:
+            continue
+        free = first_split * SPLIT_KEYS + scores.shape[1] * SPLIT_KEYS if hidden_above else 0
+        rows = [limit for limit in limits for _ in range(group)]
+        rows += [free] * (scores.shape[2] - len(rows))
+        limit = torch.tensor(rows, device=scores.device).view(-1, 1)
+        start = (first_split + low) * SPLIT_KEYS
+        keys = torch.arange(start, start + (high - low) * SPLIT_KEYS, device=scores.device).view(-1, 1, SPLIT_KEYS)
+        hidden = keys >= limit if hidden_above else keys < limit
+        scores[:, low:high].masked_fill_(hidden, float("-inf"))
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
-    """Sum over dim 1 from first to last; `Tensor.sum` would choose an order that depends on the count."""
-    first, *others = parts.unbind(1)
-    for part in others:
-        first = first + part
-    return first
+    """Sum over dim 1 from first to last. `Tensor.sum` would choose an order that depends on the count; a running sum
+    cannot, and splits of masked keys add exact zeros at its end."""
+    return parts[:, 0] if parts.shape[1] == 1 else parts.cumsum(dim=1)[:, -1]
