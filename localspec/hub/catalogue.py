@@ -21,6 +21,8 @@ from localspec.hub.records import HubError
 FORMAT_VERSION = 1
 MAX_CATALOGUE_BYTES = 1 << 20
 FORMATS = ("gguf", "nvfp4", "fp8", "bf16", "mxfp4")
+DRAFTER_FORMAT = "drafter"
+"""Format of the entries that `drafter_entry` makes: a config.json of its own kind, and no tokenizer."""
 DRAFTER_KINDS = ("mtp", "eagle3", "dflash", "dspark", "draft_model")
 DEFAULT_INCLUDE = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*")
 SAMPLING_KEYS = (
@@ -165,6 +167,25 @@ def entry_for_repo(repo: str, gguf_name: str | None = None) -> ModelEntry:
         licence="",
         sources=(HubSource(repo, include=(gguf_name,) if gguf_name else DEFAULT_INCLUDE),),
         base=repo,
+    )
+
+
+def drafter_entry(catalogue: Catalogue, model: ModelEntry, kind: str) -> ModelEntry:
+    """The entry to pull for a model's drafter of this kind.
+
+    Raises HubError when the model has no such drafter, or has it in its own files.
+    """
+    drafter = next((d for d in model.drafters if d.kind == kind), None)
+    if drafter is None:
+        known = ", ".join(d.kind for d in model.drafters) or "none"
+        raise HubError(f"{model.id} has no drafter {kind!r}; known for it: {known}")
+    if drafter.model is not None:
+        return catalogue.find(drafter.model)
+    if drafter.repo is None:
+        raise HubError(f"the drafter {kind} of {model.id} comes with the model itself; there is nothing to pull")
+    entry = entry_for_repo(drafter.repo)
+    return replace(
+        entry, id=check_model_id(f"{model.id}.{kind}"), title=f"{kind} for {model.title}", format=DRAFTER_FORMAT
     )
 
 

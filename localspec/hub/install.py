@@ -46,6 +46,8 @@ class NewModel:
     notes: tuple[str, ...] = ()
     sampling: Mapping[str, float | int] = field(default_factory=lambda: MappingProxyType({}))
     """Defaults for generation_config.json of a converted model."""
+    needs_tokenizer: bool = True
+    """False for a drafter, which speaks its target's vocabulary."""
 
 
 def install(files: Sequence[LocalFile], model: NewModel, data_dir: Path, meter: ProgressMeter) -> Path:
@@ -61,7 +63,7 @@ def install(files: Sequence[LocalFile], model: NewModel, data_dir: Path, meter: 
             convert_gguf(source, directory, _generation_defaults(model.sampling), meter.add)
         else:
             meter.start("verify", "checking the weight files")
-            check_model_files(files)
+            check_model_files(files, model.needs_tokenizer)
             for file in files:
                 _take(file, directory / layout.check_file_name(file.name))
             known_sha256 = {file.name: file.sha256 for file in files if file.sha256 is not None}
@@ -99,10 +101,10 @@ def _take(file: LocalFile, target: Path) -> None:
         target.chmod(0o600)
 
 
-def check_model_files(files: Sequence[LocalFile]) -> None:
+def check_model_files(files: Sequence[LocalFile], needs_tokenizer: bool = True) -> None:
     """Refuses a set of files whose JSON or weight files are missing or not whole. Raises HubError naming the file."""
     by_name = {file.name: file.path for file in files}
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json") if needs_tokenizer else ("config.json",):
         if name not in by_name:
             raise HubError(f"the model has no {name}; this kind of repository is not supported")
         layout.read_json(by_name[name])

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import httpx
 
 from localspec.hub import layout, sources, support
-from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource
+from localspec.hub.catalogue import DRAFTER_FORMAT, HubSource, ModelEntry, PinnedFile, WheelSource
 from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.pins import Pin, apply_pin, keep_pin, read_pins
@@ -106,6 +106,12 @@ def pull(
             shutil.rmtree(folder, ignore_errors=True)
     progress(PullProgress("done", f"{entry.id} is ready" if not dry_run else "nothing was fetched (dry run)"))
     return result
+
+
+def drafters_directory(data_dir: Path) -> Path:
+    """Where drafters are installed: `pull` their entries with this as data directory, so that no list of models shows
+    them. A drafter of model M lies in `<data>/drafters/models/M.<kind>`."""
+    return data_dir / "drafters"
 
 
 def _installed(target: Path) -> PullResult | None:
@@ -256,6 +262,8 @@ def _check_blob(job: _Job, remote: RemoteFile, blob: Path) -> LocalFile:
 
 
 def _refuse_unsupported(job: _Job, config: Path) -> None:
+    if job.entry.format == DRAFTER_FORMAT:
+        return
     reason = support.why_unsupported(layout.read_json(config), support.supported_model_types())
     if reason is not None:
         raise HubError(f"{job.entry.title} cannot be used: {reason}; its weights were not fetched")
@@ -307,6 +315,7 @@ def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:
         licence=entry.licence or plan.licence or "not stated",
         notes=tuple(note for note in ("demo" if entry.demo else "", entry.advice) if note),
         sampling=entry.sampling.get("default", {}),
+        needs_tokenizer=entry.format != DRAFTER_FORMAT,
     )
     pinned = [PinnedFile(f.name, f.path.stat().st_size, f.sha256) for f in files if f.sha256 is not None]
     install(files, model, job.data_dir, job.meter)

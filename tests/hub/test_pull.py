@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,8 +23,19 @@ from safetensors.numpy import save
 
 import localspec.hub.install as install_module
 from localspec.hub import layout
-from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile, WheelSource, entry_for_repo, load_catalogue
-from localspec.hub.pull import pull
+from localspec.hub.catalogue import (
+    Catalogue,
+    DrafterEntry,
+    HubSource,
+    ModelEntry,
+    PinnedFile,
+    WheelSource,
+    drafter_entry,
+    entry_for_repo,
+    load_catalogue,
+)
+from localspec.hub.local import list_installed
+from localspec.hub.pull import drafters_directory, pull
 from localspec.hub.records import HubError, HubSettings, PullProgress
 from localspec.hub.wheel import extract_member
 
@@ -261,7 +273,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from localspec.hub.catalogue import HubSource, ModelEntry, PinnedFile
-from localspec.hub.pull import pull
+from localspec.hub.pull import drafters_directory, pull
 from localspec.hub.records import HubSettings
 url, data, size, digest = sys.argv[1:]
 entry = ModelEntry(id="tiny", title="Tiny", architecture="llama", format="gguf", licence="x",
@@ -404,6 +416,40 @@ def test_a_failed_check_costs_no_download(hub: FakeHub, tmp_path: Path) -> None:
     hub.files["tokenizer.json"], hub.log = tokenizer, []
     pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
     assert hub.body_bytes_of("model.safetensors") == 0
+
+
+def test_a_failed_publication_costs_no_download(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files, hub.lfs = checkpoint(), {"model.safetensors"}
+
+    def fail(*arguments: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(layout, "publish", fail)
+    with pytest.raises(HubError, match="cannot be written"):
+        pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    monkeypatch.undo()
+    hub.log = []
+    pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub))
+    assert hub.body_bytes_of("model.safetensors") == 0
+
+
+def test_a_drafter_needs_no_tokenizer_and_is_no_model(hub: FakeHub, tmp_path: Path) -> None:
+    hub.files, hub.lfs = checkpoint("DFlashDraftModel"), {"model.safetensors"}
+    del hub.files["tokenizer.json"]
+    drafters = (DrafterEntry("dflash", "acme/tiny"), DrafterEntry("mtp"))
+    target = replace(entry_with(hub_source(b"")), id="target", drafters=drafters)
+    catalogue = Catalogue((target,))
+    entry = drafter_entry(catalogue, target, "dflash")
+    result = pull(entry, drafters_directory(tmp_path), settings_for(hub))
+    assert Path(result.directory) == tmp_path / "drafters" / "models" / "target.dflash"
+    assert (Path(result.directory) / "model.safetensors").is_file()
+    assert list_installed(tmp_path) == ()
+    with pytest.raises(HubError, match="comes with the model itself"):
+        drafter_entry(catalogue, target, "mtp")
+    with pytest.raises(HubError, match="no drafter 'eagle3'; known for it: dflash, mtp"):
+        drafter_entry(catalogue, target, "eagle3")
+    shipped = load_catalogue()
+    assert drafter_entry(shipped, shipped.find("qwen2.5-coder-1.5b"), "draft_model").id == "qwen2.5-coder-0.5b"
 
 
 def test_one_gguf_file_of_a_repository(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
