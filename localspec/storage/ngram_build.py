@@ -45,9 +45,10 @@ class BuildReport:
 class RunBuilder:
     """Adds text to a table; a context manager that holds the builder lock.
 
-    Text is collected to `chunk_tokens`, sorted in memory and written as a run; `finish` merges those runs into one. An
-    unfinished build continues where it was: open the builder with the same build name, skip `documents_done` documents
-    of the same sequence and go on. Memory is about 200 bytes a token of a chunk, plus the merge's, whatever the corpus.
+    Text is collected to `chunk_tokens`, sorted in memory and written as a run; `finish` merges those runs into one.
+    An unfinished build continues where it was: open the builder with the same build name, skip `documents_done`
+    documents of the same sequence and go on; the first `add` under another name gives it up. Memory is about 200
+    bytes a token of a chunk, plus the merge's, whatever the corpus.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class RunBuilder:
         """
         self._manifest = self._table.create(self._tokenizer_fingerprint, self._order)
         self._stack.enter_context(self._table.builder_lock())
-        self._manifest = self._table.update(self._begin)
+        self._manifest = self._table.load()
         self._table.sweep()
-        self._documents_done = self._manifest.documents_done
+        self._documents_done = self._manifest.documents_done if self._continues else 0
         return self
 
     def __exit__(
@@ -111,9 +112,11 @@ class RunBuilder:
     ) -> None:
         self._stack.close()
 
+    @property
+    def _continues(self) -> bool:
+        return self._manifest.build == self._build
+
     def _begin(self, manifest: Manifest) -> Manifest:
-        if manifest.build == self._build:
-            return manifest
         # Another build was given up half-way: what it added is gone, so are the names it brought.
         rest = {name: number for name, number in manifest.sources.items() if name not in manifest.staged_sources}
         return replace(manifest.without_build(), build=self._build, sources=rest)
@@ -128,6 +131,8 @@ class RunBuilder:
         array = np.asarray(tokens)
         if len(array) and (int(array.min()) < 0 or int(array.max()) > (1 << 24) - 1):
             raise ValueError(f"Token ids of {source!r} must lie between 0 and 16777215.")
+        if not self._continues:
+            self._manifest = self._table.update(self._begin)
         number = self._source_number(source)
         if self._piece_tokens + len(array) > self._chunk_tokens:
             self.flush()
@@ -198,7 +203,8 @@ class RunBuilder:
         `min_count` above 1 prunes this build's n-grams that were seen less often (for foreign corpora).
         """
         self.flush()
-        staged = self._manifest.staged
+        # An unfinished build of another name waits for its own builder, as long as nothing was added here.
+        staged = self._manifest.staged if self._continues else ()
         if len(staged) == 1 and min_count == 1:
             self._manifest = self._table.update(
                 lambda manifest: replace(manifest.without_build(), runs=manifest.runs + staged)

@@ -151,6 +151,11 @@ def test_unfinished_build_is_resumed_and_another_starts_over(tmp_path: Path, doc
     with AsyncReader(threads=1) as reader:
         # Nothing of it answers before it is finished.
         assert NgramTable.open(directory, TOKENIZER, reader).statistics().runs == 0
+    with RunBuilder(directory, TOKENIZER) as builder:
+        # Upkeep alone does not give a build up.
+        builder.purge_deleted()
+        builder.finish()
+    assert TableDirectory(directory).load().documents_done > 6
     assert run("second", 5) == 0
     assert set(TableDirectory(directory).load().sources) <= {"corpus"}
     assert 0 < run("second", None) <= 5
