@@ -17,6 +17,7 @@ from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SequenceState
 from localspec.sampling.noise import row_keys
 from localspec.sampling.processors import Law, ProcessorPlan, RowParameters, adjust, law
+from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
 """Values of `StepResult.finish`."""
@@ -43,12 +44,14 @@ def accept(
     logprobs: int | None,
     plan: ProcessorPlan | None = None,
     rules: RowRules | None = None,
+    thinking: ThinkingState | None = None,
 ) -> StepResult:
     """Draw at every row, accept drafts while equal, cut at stops and limits, and commit to `state` in place.
 
     logits: [R, V] float32; rows: of kind verify. `plan` None covers every request; `logprobs` None leaves them out,
     else the number of alternatives. The stop token itself is emitted. Changes history, lengths, remaining, frozen,
-    pending_rows and sampling.output_counts of the slots in the step (`rows.window_rows` > 0) and of no other.
+    pending_rows and sampling.output_counts of the slots in the step (`rows.window_rows` > 0) and of no other; with
+    `thinking`, also that state. Log-probabilities are those of the law even where a token was forced.
     """
     plan = plan or ProcessorPlan.general(logits.shape[1])
     rules = rules or RowRules()
@@ -59,6 +62,9 @@ def accept(
     drawn = drawn_law.draw(row_keys(state.sampling.seeds[slots], rows.positions + 1))  # [R]
     if rules.forced is not None:
         drawn = torch.where(rules.forced >= 0, rules.forced, drawn)
+    if thinking is not None:
+        due = forced_rows(thinking, rows, draft, state)
+        drawn = torch.where(due >= 0, due, drawn)
     row_index = _window_rows(rows, draft.token_ids.shape[1] + 1)  # [S, K + 1]
     targets = drawn[row_index]
     accepted = _accepted(targets, rows, draft)
@@ -76,6 +82,8 @@ def accept(
         finish=finish,
         origin_names=(TARGET_ORIGIN, *draft.origin_names),
     )
+    if thinking is not None:
+        commit(thinking, result, state)
     return result if logprobs is None else _with_logprobs(result, drawn_law, row_index, logits.shape[1], logprobs)
 
 
