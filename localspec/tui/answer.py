@@ -106,6 +106,9 @@ class Answer:
             self.reasoning_tokens += len(delta.token_ids)
 
     def _add(self, text: str, origin: str, phase: Phase) -> None:
+        if phase == Phase.THINKING:
+            # The tags that a local engine leaves in are tokens of their own, so they come whole.
+            text = text.replace("<think>", "").replace("</think>", "")
         if not text:
             return
         self._generated_chars += len(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
+from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -42,6 +44,16 @@ class LocalspecApp(App[None]):
 
     def on_mount(self) -> None:
         self.push_screen(self.chat)
+
+    async def run_async(self, **options: Any) -> None:
+        """Run until the user leaves. Options are those of Textual's App."""
+        # A long chat is some hundred thousand live objects; walking them all would stop typing for 0.1 s at a time.
+        before = gc.get_threshold()
+        gc.set_threshold(20_000, 20, 200)
+        try:
+            await super().run_async(**options)
+        finally:
+            gc.set_threshold(*before)
 
     async def action_leave(self) -> None:
         await self.chat.leave()

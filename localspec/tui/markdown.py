@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from io import StringIO
 
+from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.segment import Segment
@@ -68,9 +70,14 @@ class _Markdown(Markdown):
         "heading_open": _LeftHeading,
     }
 
-    def __init__(self, source: str, code_theme: str) -> None:
-        super().__init__("", code_theme=code_theme, hyperlinks=False)
-        self.parsed = markdown_parser().parse(source)
+    def __init__(self, tokens: list[Token], code_theme: str) -> None:
+        # The base class would build a parser of its own for each block; these are all the fields that it renders from.
+        self.parsed = tokens
+        self.code_theme = self.inline_code_theme = code_theme
+        self.inline_code_lexer = None
+        self.justify = None
+        self.style = "none"
+        self.hyperlinks = False
 
 
 class MarkdownRenderer:
@@ -78,6 +85,7 @@ class MarkdownRenderer:
 
     def __init__(self, *, dark: bool = True) -> None:
         self.dark = dark
+        self._parser = markdown_parser()
         self._console = Console(
             file=StringIO(),
             force_terminal=True,
@@ -89,10 +97,12 @@ class MarkdownRenderer:
 
     def render(self, block: str, width: int) -> list[Strip]:
         """Strips of a block, each at most `width` cells."""
-        markdown = _Markdown(block, "monokai" if self.dark else "friendly")
+        markdown = _Markdown(self._parser.parse(block), "monokai" if self.dark else "friendly")
         options = self._console.options.update(width=max(1, width), height=None)
         lines = self._console.render_lines(markdown, options, pad=False, new_lines=False)
-        strips = [Strip([Segment(s.text, s.style) for s in line if s.text and not s.control]) for line in lines]
+        strips = [
+            Strip([Segment(s.text, _plain_ground(s.style)) for s in line if s.text and not s.control]) for line in lines
+        ]
         # Lists and tables come with blank lines of their own; the space between blocks is the document's.
         start, end = 0, len(strips)
         while start < end and not strips[start].text.strip():
@@ -100,3 +110,11 @@ class MarkdownRenderer:
         while end > start and not strips[end - 1].text.strip():
             end -= 1
         return [strip if strip.cell_length <= width else strip.crop(0, width) for strip in strips[start:end]]
+
+
+@lru_cache(maxsize=1024)
+def _plain_ground(style: Style | None) -> Style | None:
+    # The terminal's default background is not the theme's: without one, the widget's own shows.
+    if style is None or style.bgcolor is None or not style.bgcolor.is_default:
+        return style
+    return style.without_color + Style(color=style.color)

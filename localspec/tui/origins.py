@@ -21,7 +21,7 @@ _OTHERS = (
     Style(color="#81b29a", bold=True, underline2=True),
     Style(color="#f2a65a", italic=True, underline=True),
 )
-REFUSED = Style(color="#e06c75", reverse=True)
+REFUSED = Style(color="#e06c75", bold=True)
 """The character that the model wrote instead of a draft that it refused."""
 REFUSED_COUNT = Style(color="#e06c75", dim=True)
 

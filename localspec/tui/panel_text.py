@@ -15,6 +15,7 @@ from localspec.tui.text import bar, bytes_text, clean, percent, short_count, spa
 _TITLE = Style(bold=True)
 _DIM = Style(dim=True)
 _STRONG = Style(bold=True)
+_BAR = Style(color="#5c9df5")
 HISTORY_LENGTH = 120
 MAX_POSITIONS = 8
 
@@ -152,18 +153,18 @@ def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
         return
     yield Text.assemble("accepted ", (percent(rate), _STRONG), f"  {now.mean_accepted_run:.2f} a step")
     for offset, share in enumerate(per_position(now.drafters)[:MAX_POSITIONS], start=1):
-        yield Text.assemble((f"{offset:>2} ", _DIM), bar(share, width - 9), f" {percent(share):>4}")
+        yield Text.assemble((f"{offset:>2} ", _DIM), (bar(share, width - 9), _BAR), f" {percent(share):>4}")
     for drafter in now.drafters:
         if drafter.drafted_tokens:
             counts = f"{short_count(drafter.accepted_tokens)}/{short_count(drafter.drafted_tokens)}"
-            name = Text(clean(drafter.name), style=style_of(drafter.name))
-            yield name.append(f" {percent(drafter.acceptance_rate)} {counts}", style=Style.null())
+            name = (clean(drafter.name), style_of(drafter.name))
+            yield Text.assemble(name, f" {percent(drafter.acceptance_rate)} {counts}")
 
 
 def _speed_lines(state: PanelState, width: int) -> Iterator[Text]:
     yield Text.assemble((f"{state.now.tok_per_s:.1f}", _STRONG), " tok/s now")
     if any(state.history):
-        yield Text(sparkline(state.history, width))
+        yield Text(sparkline(state.history, width), style=_BAR)
     yield Text(speedup_text(state.now))
     times = step_times_ms(state)
     if times is not None:
@@ -183,14 +184,14 @@ def _context_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
 
 def _tray(share: float, width: int) -> Text:
     filled = bar(share, max(1, width))
-    return Text.assemble(filled.rstrip(), ("·" * (len(filled) - len(filled.rstrip())), _DIM))
+    return Text.assemble((filled.rstrip(), _BAR), ("·" * (len(filled) - len(filled.rstrip())), _DIM))
 
 
 def _memory_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     total = sum(now.memory_bytes.values())
     for name, size_bytes in now.memory_bytes.items():
         if size_bytes:
-            share = bar(size_bytes / total, max(1, width - 20))
+            share = (bar(size_bytes / total, max(1, width - 20)), _BAR)
             yield Text.assemble(f"{clean(name)[:8]:<8} ", share, f" {bytes_text(size_bytes):>9}")
 
 

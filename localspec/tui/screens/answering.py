@@ -14,7 +14,7 @@ from localspec.tui.widgets.transcript import Transcript
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
 
-UPDATES_PER_S = 12
+UPDATES_PER_S = 10
 
 
 class Answering:

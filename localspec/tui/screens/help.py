@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
@@ -24,7 +25,7 @@ KEYS: tuple[tuple[str, str], ...] = (
     ("Ctrl+T", "unfold or fold thoughts"),
     ("Ctrl+D", "draft view: who wrote which characters"),
     ("Ctrl+B", "panel: automatic, full, two lines, off"),
-    ("Alt+Up, Alt+Down", "mark a message; then c copy, y copy code, b branch, e edit, ←→ other branches"),
+    ("Alt+Up, Alt+Down", "mark a message; then c copies it, y its code, b branches, e edits, ←→ show other branches"),
     ("Ctrl+Y", "copy the last code block (y when the transcript has the focus)"),
     ("Ctrl+C", "copy the selection; stops a running answer"),
     ("Ctrl+P", "command palette"),
@@ -41,13 +42,12 @@ class HelpScreen(ModalScreen[None]):
         super().__init__(classes="dialog")
 
     def compose(self) -> ComposeResult:
-        text = Text()
+        table = Table.grid(padding=(0, 2))
         for title, rows in (("Keys", KEYS), ("Commands", tuple((s.usage, s.help) for s in SLASHES))):
-            text.append(f"{title}\n", "bold")
+            table.add_row(Text(title, "bold underline"), "")
             for left, right in rows:
-                text.append(f"  {left:<28}", "bold")
-                text.append(f" {right}\n")
+                table.add_row(Text(left, "bold"), Text(right))
         with Vertical():
             with VerticalScroll():
-                yield Static(text)
+                yield Static(table)
             yield Label("Esc closes", classes="hint")

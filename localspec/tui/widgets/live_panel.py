@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from io import StringIO
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
-from textual.widgets import Static
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
 
 from localspec.tui.panel_text import PanelState, full_lines, strip_lines
 
+_CONSOLE = Console(file=StringIO(), force_terminal=True, color_system="truecolor", width=80, legacy_windows=False)
+MARGIN = 1
 
-class LivePanel(Static):
-    """Draws a PanelState. `is_strip` makes it the two-line form."""
+
+class LivePanel(Widget):
+    """Draws a PanelState line by line and repaints only the lines that changed. `is_strip` is the two-line form."""
 
     def __init__(self, *, is_strip: bool = False, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._is_strip = is_strip
+        self._write: Callable[[PanelState, int], list[Text]] = strip_lines if is_strip else full_lines
         self._state = PanelState()
-        self._shown = ""
+        self._lines: list[Text] = []
+        self._finished: dict[int, Strip] = {}
+        self._base: Style | None = None
 
     def show(self, state: PanelState) -> None:
         """Draw another state."""
         self._state = state
-        self._draw()
-
-    def on_resize(self) -> None:
-        self._draw()
+        width, height = self.size.width - 2 * MARGIN, self.size.height
+        if width <= 0 or height <= 0 or not self.display:
+            return
+        before, self._lines = self._lines, self._write(state, width)[:height]
+        for y in range(max(len(before), len(self._lines))):
+            if y >= len(before) or y >= len(self._lines) or before[y] != self._lines[y]:
+                self._finished.pop(y, None)
+                self.refresh(Region(0, y, self.size.width, 1))
 
     @property
     def plain_text(self) -> str:
         """What is drawn, for tests."""
-        return self._shown
+        return "\n".join(line.plain for line in self._lines)
 
-    def _draw(self) -> None:
-        width, height = self.content_size
-        if width <= 0 or not self.display:
-            return
-        lines = (strip_lines if self._is_strip else full_lines)(self._state, width)
-        text = Text("\n", no_wrap=True, end="").join(lines[:height])
-        # Styles follow the text, so that equal text needs no new paint.
-        if text.plain != self._shown:
-            self._shown = text.plain
-            self.update(text, layout=False)
+    def on_resize(self) -> None:
+        self._finished.clear()
+        self._lines = []
+        self.show(self._state)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._base = None
+        self._finished.clear()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        strips = [self._line(y) for y in crop.line_range]
+        start, end = crop.column_span
+        return strips if (start, end) == (0, self.size.width) else [strip.crop(start, end) for strip in strips]
+
+    def _line(self, y: int) -> Strip:
+        strip = self._finished.get(y)
+        if strip is None:
+            if self._base is None:
+                self._base = self.rich_style
+            base, width = self._base, self.size.width
+            text = self._lines[y].render(_CONSOLE) if y < len(self._lines) else []
+            segments = [Segment(" " * MARGIN, base)]
+            segments += [Segment(s.text, base + s.style if s.style else base) for s in text if s.text != "\n"]
+            for line_filter in self.get_line_filters():
+                segments = line_filter.apply(segments, self.background_colors[1])
+            strip = Strip(segments).adjust_cell_length(width, segments[0].style)
+            self._finished[y] = strip
+        return strip

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -27,6 +28,10 @@ from localspec.tui.message_lines import Look, MessageLines
 from localspec.tui.wrap import wrap_text
 
 VIEW_LINES = 1500
+FINISHED_LINES = 2000
+MARGIN = 1
+# While an answer grows the view moves on by several lines at once: moving repaints every line on the screen.
+STEP_SHARE = 5
 MORE_MESSAGES = 40
 _CURSOR = Style(reverse=True)
 _DIM = Style(dim=True)
@@ -56,6 +61,10 @@ class Transcript(ScrollView, can_focus=True):
         """The header of a folded thought was clicked."""
 
     def __init__(self, *, dark: bool = True, id: str | None = None) -> None:
+        # What is in view, from line `_window_top`; lines from `_changed_from` on must be made anew.
+        self._window: list[Strip] = []
+        self._window_top = -1
+        self._changed_from = 0
         super().__init__(id=id)
         self._renderer = MarkdownRenderer(dark=dark)
         self._look = Look(0, self._renderer)
@@ -65,6 +74,8 @@ class Transcript(ScrollView, can_focus=True):
         self._line_count = 0
         self._welcome = ""
         self._cursor: int | None = None
+        self._base: Style | None = None
+        self._finished_lines: dict[int, tuple[Strip, Strip]] = {}
 
     # What the screen calls
 
@@ -94,15 +105,18 @@ class Transcript(ScrollView, can_focus=True):
         item.update(message, note)
         after = item.strips(self._look)
         start = self._starts[-1]
+        count = start + len(after)
+        height = self._stepped(count) if message.state == "streaming" else count
         same = 0
         for old, new in zip(before, after, strict=False):
             if old is not new and old != new:
                 break
             same += 1
-        if len(after) != len(before):
-            self._set_line_count(start + len(after))
-        if was_at_end and len(after) != len(before):
-            self.follow()
+        self._line_count = count
+        if height != self.virtual_size.height:
+            self._grow(height)
+            if was_at_end:
+                self.follow()
         self.refresh_lines(start + same, max(len(before), len(after)) - same)
 
     def welcome(self, text: str) -> None:
@@ -171,7 +185,8 @@ class Transcript(ScrollView, can_focus=True):
     # Textual
 
     def on_resize(self, event: events.Resize) -> None:
-        width = self.scrollable_content_region.width
+        self._finished_lines.clear()
+        width = self.scrollable_content_region.width - 2 * MARGIN
         if width != self._look.width and width > 0:
             at_end = self.is_vertical_scroll_end
             self._look = Look(width, self._renderer, self._look.thoughts_open, self._look.drafts)
@@ -185,7 +200,7 @@ class Transcript(ScrollView, can_focus=True):
             self._show_more(MORE_MESSAGES)
 
     def on_click(self, event: events.Click) -> None:
-        y = event.get_content_offset_capture(self).y + self.scroll_offset.y
+        y = event.y + self.scroll_offset.y
         number = bisect_right(self._starts, y) - 1
         if 0 <= number < len(self._starts):
             item = self._items[self._first + number]
@@ -196,16 +211,31 @@ class Transcript(ScrollView, can_focus=True):
         message = None if self._cursor is None else self._items[self._cursor].message
         self.post_message(self.Chosen(action, message))
 
-    def render_line(self, y: int) -> Strip:
-        _, scroll_y = self.scroll_offset
-        line_number = scroll_y + y
-        base = self.rich_style
-        strip = self._line(line_number)
-        selection = self.text_selection
-        if selection is not None:
-            strip = self._selected(strip, selection, line_number)
-        width = self.size.width
-        return strip.crop_extend(0, width, base).apply_style(base).apply_offsets(0, line_number)
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Finished lines. Every paint, however small, asks for all of them, so those in view are kept as a list."""
+        top, (width, height) = self.scroll_offset.y, self.size
+        is_whole = crop == Region(0, 0, width, height)
+        if not is_whole or self.text_selection is not None or self._cursor is not None:
+            start, end = crop.column_span
+            strips = [self._finished(top + y) for y in crop.line_range]
+            return strips if (start, end) == (0, width) else [strip.crop(start, end) for strip in strips]
+        first = 0 if top != self._window_top or len(self._window) != height else self._changed_from - top
+        if first < height:
+            self._window[max(0, first) :] = [self._finished(top + y) for y in range(max(0, first), height)]
+        self._window_top, self._changed_from = top, top + height
+        return list(self._window)
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        # Lines that are painted anew may have changed; without regions all of them may.
+        if repaint:
+            lines = [region.y + self.scroll_offset.y for region in regions] or [0]
+            self._changed_from = min(self._changed_from, *lines)
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._base = None
+        self._finished_lines.clear()
 
     @property
     def allow_select(self) -> bool:
@@ -234,6 +264,37 @@ class Transcript(ScrollView, can_focus=True):
         strip = strips[offset] if offset < len(strips) else Strip([], 0)
         is_marked = self._cursor is not None and self._first + number == self._cursor
         return strip.apply_style(_CURSOR) if is_marked and offset == 0 else strip
+
+    def _finished(self, line_number: int) -> Strip:
+        source, selection = self._line(line_number), self.text_selection
+        kept = self._finished_lines.get(line_number)
+        if kept is not None and kept[0] is source and selection is None:
+            return kept[1]
+        if selection is not None:
+            return self._finish(self._selected(source, selection, line_number), line_number)
+        strip = self._finish(source, line_number)
+        if len(self._finished_lines) > FINISHED_LINES:
+            self._finished_lines.clear()
+        self._finished_lines[line_number] = (source, strip)
+        return strip
+
+    def _finish(self, source: Strip, line_number: int) -> Strip:
+        # One new strip a line: strips are heavy objects, and a chain of their methods would make six.
+        if self._base is None:
+            self._base = self.rich_style
+        base, width = self._base, self.size.width
+        segments, x = [Segment(" " * MARGIN, base)], 0
+        for text, style, _ in source:
+            place = Style.from_meta({"offset": (x, line_number)})
+            segments.append(Segment(text, (base + style if style else base) + place))
+            x += len(text)
+        rest = width - MARGIN - source.cell_length
+        if rest > 0:
+            segments.append(Segment(" " * rest, base))
+        for line_filter in self.get_line_filters():
+            segments = line_filter.apply(segments, self.background_colors[1])
+        strip = Strip(segments, width - min(rest, 0))
+        return strip if rest >= 0 else strip.crop(0, width)
 
     def _selected(self, strip: Strip, selection: Selection, line_number: int) -> Strip:
         span = selection.get_span(line_number)
@@ -274,6 +335,19 @@ class Transcript(ScrollView, can_focus=True):
         self._first = max(0, self._first - count)
         self._lay_out()
         self.scroll_to(y=self.scroll_y + self._line_count - before, animate=False)
+
+    def _grow(self, height: int) -> None:
+        size = Size(self._look.width, height)
+        if self.show_vertical_scrollbar and height > self.size.height:
+            # Nothing but the scroll bar depends on the height, so the screen needs no layout.
+            self.set_reactive(Transcript.virtual_size, size)
+            self.vertical_scrollbar.window_virtual_size = height
+        else:
+            self.virtual_size = size
+
+    def _stepped(self, count: int) -> int:
+        step = max(1, self.size.height // STEP_SHARE)
+        return -(-count // step) * step if count > self.size.height else count
 
     def _set_line_count(self, count: int) -> None:
         self._line_count = count
