@@ -87,13 +87,14 @@ class RemoteEngine:
             transport=transport,
         )
         self._kind: Kind = "unknown"
+        self._must_look = True
         self._model: ModelInfo | None = None
         self._snapshot = MetricsSnapshot(stage="connecting", device=settings.root)
         self._watcher: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._unreachable_since_s: float | None = None
         self._refused: EngineError | None = None
-        self._open: set[httpx.Response] = set()
+        self._read_at: tuple[float, int] | None = None
         self._closed = False
 
     def model(self) -> ModelInfo | None:
@@ -139,12 +140,8 @@ class RemoteEngine:
         try:
             async with self._http.stream("POST", path, json=body, headers=headers) as response:
                 await check(response)
-                self._open.add(response)
-                try:
-                    async for event in raw_events(response) if ours else foreign_events(response):
-                        yield event
-                finally:
-                    self._open.discard(response)
+                async for event in raw_events(response) if ours else foreign_events(response):
+                    yield event
         except httpx.HTTPError as error:
             if self._closed:
                 yield Done("cancelled", Usage(0, 0), Timings())
@@ -249,7 +246,7 @@ class RemoteEngine:
             await asyncio.sleep(pause_s if self._unreachable_since_s else self._settings.poll_s)
 
     async def _find_kind(self) -> None:
-        if self._kind != "unknown":
+        if not self._must_look:
             return
         listed = await self._list_models(patient=True)
         ours = any(entry.get("owned_by") == "localspec" for entry in listed)
@@ -259,12 +256,13 @@ class RemoteEngine:
             ours = isinstance(health, dict) and "stage" in health
             if not ours:
                 raise ValueError("the server lists no models")
-        self._kind = "localspec" if ours else "other"
+        self._kind, self._must_look = ("localspec" if ours else "other"), False
 
     async def _follow_metrics(self) -> None:
         headers = {CONTROL_HEADER: self._settings.control_key or ""}
         timeout = httpx.Timeout(30.0, connect=5.0)
-        async with self._http.stream("GET", "/localspec/v1/metrics", headers=headers, timeout=timeout) as response:
+        path = f"/localspec/v1/metrics?hz={1 / self._settings.poll_s:.3g}"
+        async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
             await check(response)
             async for data in payloads(response):
                 self._take_state(data)
@@ -295,8 +293,20 @@ class RemoteEngine:
             context_limit_tokens=self._model.context_limit_tokens,
         )
         reply = await self._http.get("/metrics", timeout=10.0)
-        self._snapshot = read_metrics(reply.text, base) if reply.status_code == 200 else base
+        if reply.status_code == 200:
+            self._snapshot = self._with_rate(read_metrics(reply.text, base))
+        else:
+            self._snapshot = base
         self._changed.set()
+
+    def _with_rate(self, snapshot: MetricsSnapshot) -> MetricsSnapshot:
+        """Tokens a second between two readings, for servers that count tokens only."""
+        now_s, n_tokens = time.monotonic(), snapshot.completion_tokens_total
+        before_s, n_before = self._read_at or (now_s, n_tokens)
+        self._read_at = (now_s, n_tokens)
+        if snapshot.tok_per_s or now_s <= before_s or n_tokens < n_before:
+            return snapshot
+        return replace(snapshot, tok_per_s=(n_tokens - n_before) / (now_s - before_s))
 
     def _note_reached(self) -> None:
         self._unreachable_since_s = None
@@ -304,7 +314,7 @@ class RemoteEngine:
     def _note_lost(self, error: Exception) -> None:
         if self._unreachable_since_s is None:
             self._unreachable_since_s = time.monotonic()
-        self._kind = "unknown"
+        self._must_look = True
         stage = f"no answer from {self._settings.root} ({words(error)}), trying again"
         self._snapshot = replace(self._snapshot, state="loading", stage=stage, active_requests=0)
         self._changed.set()
@@ -312,7 +322,7 @@ class RemoteEngine:
     # Calls
 
     def _controls(self) -> bool:
-        return self._settings.control_key is not None and self._kind == "localspec"
+        return self._settings.control_key is not None and self._kind != "other"
 
     async def _control(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._settings.control_key is None:

@@ -10,7 +10,7 @@ import httpx
 
 from localspec.api.codec import event_from_json
 from localspec.api.remote_wire import ForeignReply, error_of
-from localspec.api.types import Done, EngineError, Event, ModelInfo, Prefill
+from localspec.api.types import Done, EngineError, Event, ModelInfo
 
 MAX_LINE_CHARS = 8 << 20
 UNKNOWN_CONTEXT_TOKENS = 8192
@@ -67,11 +67,13 @@ async def raw_events(response: httpx.Response) -> AsyncGenerator[Event, None]:
 
 async def foreign_events(response: httpx.Response) -> AsyncGenerator[Event, None]:
     """Events of any OpenAI server. Raises EngineError for an error event."""
-    reply = ForeignReply()
-    yield Prefill(0, 0)
+    reply, n_chunks = ForeignReply(), 0
     async for data in payloads(response):
+        n_chunks += 1
         for event in reply.read(data):
             yield event
+    if not n_chunks:
+        raise EngineError("internal", "The server answered without a stream of events; is the address right?")
     for event in reply.end():
         yield event
 

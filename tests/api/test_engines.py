@@ -11,9 +11,11 @@ import pytest
 from localspec.api.closing import closing
 from localspec.api.echo import EchoEngine
 from localspec.api.engine import DrafterChoice, Engine
+from localspec.api.remote import RemoteEngine, RemoteSettings
 from localspec.api.replay import ReplayEngine, record
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.api.types import Delta, Done, EngineError, Event, GenerateRequest, Message, Phase, Prefill, Queued
+from tests.server.conftest import KEY, serving
 
 TEXT = "Grüße, 日本! " + "word " * 40
 REQUEST = GenerateRequest(messages=(Message("user", TEXT),))
@@ -39,9 +41,22 @@ async def replayed(path: Path, tok_per_s: float) -> Engine:
     return ReplayEngine(path)
 
 
-@pytest.fixture(params=["echo", "scripted", "replay"])
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(3):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=["echo", "scripted", "replay", "remote"])
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
     """An engine that says TEXT to REQUEST at 400 tokens a second."""
+    if request.param == "remote":
+        async with serving(scripted(400)) as address:
+            remote = RemoteEngine(RemoteSettings(address, control_key=KEY, poll_s=0.05))
+            await remote.wait_ready()
+            yield remote
+            await remote.aclose()
+        return
     if request.param == "replay":
         made = await replayed(tmp_path / "run.jsonl", 400)
     else:
@@ -83,15 +98,15 @@ async def test_closing_early_frees_the_slot(engine: Engine) -> None:
     async with closing(engine.generate(REQUEST)) as events:
         async for event in events:
             if isinstance(event, Delta):
-                assert engine.metrics().active_requests == 1
+                await until(lambda: engine.metrics().active_requests == 1)
                 break
-    assert engine.metrics().active_requests == 0
+    await until(lambda: engine.metrics().active_requests == 0)
     assert text_of(await collect(engine, REQUEST)) == TEXT
 
 
 async def test_stopping_the_engine_cancels_running_requests(engine: Engine) -> None:
     running = asyncio.create_task(collect(engine, REQUEST))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.metrics().active_requests == 1)
     await engine.aclose()
     done = (await asyncio.wait_for(running, 2))[-1]
     assert isinstance(done, Done)
@@ -124,8 +139,8 @@ async def test_control_calls(engine: Engine) -> None:
 async def test_metrics_move(engine: Engine) -> None:
     before = engine.metrics()
     await collect(engine, REQUEST)
+    await until(lambda: engine.metrics().requests_total == before.requests_total + 1)
     after = engine.metrics()
-    assert after.requests_total == before.requests_total + 1
     assert after.completion_tokens_total > before.completion_tokens_total
     assert any(drafter.accepted_tokens for drafter in after.drafters)
     for drafter in after.drafters:
