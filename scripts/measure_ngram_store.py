@@ -35,7 +35,7 @@ from localspec.storage.ngram_runs import NgramTable
 TOKENIZER = b"words of python source, ids by us"[:32]
 WORD = re.compile(r"\w+|[^\w\s]|\s+")
 # Draft length by length of the match: what storage-side simulation found to pay.
-DRAFT_TOKENS = {8: 4, 12: 8, 16: 14}
+DRAFT_TOKENS = {6: 2, 8: 4, 12: 8, 16: 14}
 Tokens = NDArray[np.uint32]
 
 
@@ -83,11 +83,13 @@ def repeated(documents: Sequence[Tokens], token_count: int) -> Iterator[Tokens]:
         round_number += 1
 
 
-def measure_build(directory: Path, documents: Sequence[Tokens], token_count: int, min_count: int) -> dict[str, float]:
+def measure_build(
+    directory: Path, documents: Sequence[Tokens], token_count: int, min_count: int, order: int
+) -> dict[str, float]:
     """Build a table; figures by wall clock and by CPU time."""
     before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    with RunBuilder(directory, TOKENIZER) as builder:
+    with RunBuilder(directory, TOKENIZER, order=order) as builder:
         for tokens in repeated(documents, token_count):
             builder.add("corpus", tokens)
         builder.flush()
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--corpus-tokens", type=int, default=12_000_000, help="words to read from the trees at most")
     parser.add_argument("--tokens", type=int, default=0, help="build from this many, repeating the trees under new ids")
     parser.add_argument("--min-count", type=int, default=1)
+    parser.add_argument("--order", type=int, default=8, choices=sorted(DRAFT_TOKENS)[:2], help="tokens of a context")
     parser.add_argument("--steps", type=int, default=2000, help="of the decode loop; 0 measures the build only")
     parser.add_argument("--rate", type=float, default=200.0, help="steps a second")
     parser.add_argument("--directory", type=Path, help="where to build; a new temporary directory by default")
@@ -216,7 +219,9 @@ def main() -> None:
     rest = [tokens for index, tokens in enumerate(documents) if index % 10 != 5]
     directory = Path(tempfile.mkdtemp(dir=options.directory))
     try:
-        build = measure_build(directory / "t", rest, options.tokens or sum(map(len, rest)), options.min_count)
+        build = measure_build(
+            directory / "t", rest, options.tokens or sum(map(len, rest)), options.min_count, options.order
+        )
         print_build(build)
         loops: dict[str, Loop] = {}
         if options.steps:

@@ -146,6 +146,17 @@ class RunBuilder:
             # Larger than a chunk: its runs get their names together, so that it counts as a whole or not at all.
             self.flush()
 
+    def delete(self, source: str) -> bool:
+        """`delete_source` for the holder of the builder: what is added under the name afterwards is new text.
+
+        For a file that changed: delete, then add.
+        """
+        if source in self._new_sources:
+            self.flush()
+        found = delete_source(self._table.path, source)
+        self._manifest = self._table.load()
+        return found
+
     def _source_number(self, source: str) -> int:
         known = self._manifest.sources.get(source, self._new_sources.get(source))
         if known is not None:

@@ -21,6 +21,7 @@ from localspec.storage.aio import AsyncReader
 from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.ngram_cache import FRAME_COST_BYTES, MIN_FRAMES, PageCache, PageKey
 from localspec.storage.ngram_format import (
+    CONTINUATION_TOKENS,
     FULL_SHARE,
     MAX_TOKEN,
     RECORD,
@@ -34,6 +35,7 @@ from localspec.storage.ngram_manifest import Manifest, TableDirectory
 from localspec.storage.ngram_run_file import Run
 
 _HASH_IN_RECORD = struct.Struct("<II")
+_TOKEN_PARTS = struct.Struct("<" + "HB" * CONTINUATION_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -330,9 +332,11 @@ def _best(records: Sequence[bytes], context: Sequence[int], order: int) -> Conti
         paths.append(_Path(record[begin : begin + 3 * (last_length >> 24)], count, source_share & MAX_TOKEN))
         total += count * FULL_SHARE / max(1, source_share >> 24)
     chosen, support = _most_frequent(paths)
-    packed = chosen.packed
-    tokens = tuple(int.from_bytes(packed[at : at + 3], "little") for at in range(0, len(packed), 3))
-    return Continuation(tokens, level, support, min(1.0, support / max(total, 1.0)), chosen.source)
+    numbers = _TOKEN_PARTS.unpack(chosen.packed.ljust(_TOKEN_PARTS.size, b"\0"))
+    tokens = tuple([low | high << 16 for low, high in zip(numbers[0::2], numbers[1::2], strict=True)])
+    return Continuation(
+        tokens[: len(chosen.packed) // 3], level, support, min(1.0, support / max(total, 1.0)), chosen.source
+    )
 
 
 class _Path(NamedTuple):

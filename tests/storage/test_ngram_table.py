@@ -126,7 +126,7 @@ def test_acceptance_is_that_of_an_exhaustive_search(tmp_path: Path, reader: Asyn
     steps = 0
     for tokens in held_out:
         listed = tokens.tolist()
-        for end in range(16, min(len(listed), 9000), 5):
+        for end in range(16, min(len(listed), 7000), 7):
             context, truth = listed[max(0, end - 24) : end], listed[end : end + 14]
             found = look_up_waiting(table, context)
             draft, _ = reference.draft(context)
@@ -337,6 +337,23 @@ def test_deleted_source_is_not_served_and_then_gone(
     assert all(packed not in path.read_bytes() for path in directory.glob("*.ngr"))
     assert TableDirectory(directory).load().deleted == frozenset()
     assert look_up_waiting(table, documents[0].tolist()[40:70]) is not None
+
+
+def test_changed_file_is_deleted_and_added_again(tmp_path: Path, documents: list[Tokens], reader: AsyncReader) -> None:
+    directory = tmp_path / "t"
+    before, after = documents[2], documents[3]
+    with RunBuilder(directory, TOKENIZER) as builder:
+        builder.add("kept", documents[0])
+        builder.add("file", before)
+        assert builder.delete("file")
+        assert not builder.delete("file")
+        builder.add("file", after)
+        builder.finish()
+    table = NgramTable.open(directory, TOKENIZER, reader)
+    old, new = Occurrences([documents[0], after]), list(contexts_of([after], 9))
+    assert all(look_up_waiting(table, context) is not None for context in new)
+    for context in contexts_of([before], 9):
+        assert look_up_waiting(table, context) is None or old.places(context, 8)
 
 
 def test_table_removed_in_use(directory: Path, documents: list[Tokens], reader: AsyncReader) -> None:
