@@ -18,11 +18,11 @@ from localspec.cache.prefix import PrefixTree
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, DrafterSetup, drafter_module, drafter_names
+from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafting import DrafterSet, union_of_needs
-from localspec.engine.loop import DecodeLoop
+from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ring import ResultRing
-from localspec.engine.step import Stages
 from localspec.engine.text import TextStage
 from localspec.engine.tuner import OFF, Arm, Tuner
 from localspec.formats.checkpoint import open_checkpoint
@@ -131,7 +131,8 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
     )
     metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
     ring = ResultRing(lag=0 if ops.waits else 1)
-    loop = DecodeLoop(Stages(runner, drafter_set), scheduler, ring, tuner, metrics)
+    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set))
+    loop = DecodeLoop(stages, scheduler, ring, tuner, metrics)
     return Assembled(loop, metrics, tuner, runner, scheduler)
 
 
@@ -158,6 +159,14 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     )
     assembled.metrics.update(model_id=place.id)
     return Built(info, text, assembled)
+
+
+def _device_step(runner: Runner, drafters: DrafterSet) -> DeviceStep:
+    if runner.ops.device.type != "cuda":
+        return EagerStep(runner, drafters)
+    from localspec.engine.graphs import GraphStep
+
+    return GraphStep(runner, drafters)
 
 
 def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:

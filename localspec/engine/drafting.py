@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from localspec.cache.pool import CachePool
 from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Rows, VerifyPlan
@@ -30,6 +31,7 @@ class DrafterSet:
         self._drafters = dict(drafters)
         self._pool = pool
         self._device = device
+        self._depth_tensors: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,13 +74,19 @@ class DrafterSet:
         if not any(by_slot):
             return so_far
         depths = Depths(
-            depths=torch.tensor(by_slot, dtype=torch.int64, device=self._device),
+            depths=self._depth_tensor(tuple(by_slot)),
             max_depth=max(by_slot),
             slots=tuple(slot.slot for slot in wanted),
             length_bounds=tuple(slot.length_bound_tokens for slot in wanted),
         )
         draft = drafter.propose(depths, state, self._cache(drafter))
         return _first_that_speaks(so_far, draft)
+
+    def _depth_tensor(self, by_slot: tuple[int, ...]) -> Tensor:
+        """[S] int64. Kept, because a captured graph reads it again and may not copy from the host."""
+        if by_slot not in self._depth_tensors:
+            self._depth_tensors[by_slot] = torch.tensor(by_slot, dtype=torch.int64, device=self._device)
+        return self._depth_tensors[by_slot]
 
     def _cache(self, drafter: Drafter) -> Cache:
         spec = drafter.cache_spec

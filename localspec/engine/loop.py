@@ -20,10 +20,13 @@ import torch
 from localspec.api.types import EngineError, Timings
 from localspec.cache.pool import StateSnapshot
 from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
+from localspec.engine.device_step import DeviceStep
+from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.ring import Landed, ResultRing
-from localspec.engine.step import Stages, run_prefill, run_verify
+from localspec.engine.step import run_prefill, run_verify
 from localspec.engine.tuner import OFF, Tuner
+from localspec.runner.runner import Runner
 from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -54,6 +57,15 @@ class EndNews:
     error: EngineError | None = None
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The device side of a loaded model. Stages do not hold or call each other; `device` calls them in order."""
+
+    runner: Runner
+    drafters: DrafterSet
+    device: DeviceStep
+
+
 News = PrefillNews | StepNews | EndNews
 Sink = Callable[[News], None]
 
@@ -76,6 +88,7 @@ class DecodeLoop:
         self, stages: Stages, scheduler: Scheduler, ring: ResultRing, tuner: Tuner, metrics: MetricsRecorder
     ) -> None:
         self._stages = stages
+        self._device = stages.device
         self._scheduler = scheduler
         self._ring = ring
         self._tuner = tuner
@@ -190,7 +203,7 @@ class DecodeLoop:
         self._send_prefill_news(sequence)
 
     def _prefill(self, plan: PrefillPlan) -> None:
-        ms = run_prefill(plan, self._stages)
+        ms = run_prefill(plan, self._device)
         self._land(drain=True)
         for sequence in self._scheduler.active:
             if sequence.id == plan.sequence_id:
@@ -205,7 +218,10 @@ class DecodeLoop:
     def _verify(self, plan: VerifyPlan) -> None:
         wanted = [ticket.request.logprobs for ticket in self._tickets.values() if ticket.request.logprobs is not None]
         samplings = [ticket.request.sampling for ticket in self._tickets.values()]
-        outcome = run_verify(plan, self._stages, samplings, max(wanted) if wanted else None)
+        runner = self._stages.runner
+        outcome = run_verify(
+            plan, self._device, samplings, runner.model.vocab_size, runner.ops.waits, max(wanted) if wanted else None
+        )
         self._ring.push(outcome)
         self._land(drain=False)
 
@@ -220,7 +236,7 @@ class DecodeLoop:
 
     def _count(self, landed: Landed) -> None:
         outcome = landed.outcome
-        step_ms = outcome.draft_ms + outcome.verify_ms
+        step_ms = landed.draft_ms + landed.verify_ms
         active = len(landed.results)
         now = time.perf_counter()
         clients = {}
@@ -232,17 +248,17 @@ class DecodeLoop:
             arm = (planned.drafter, planned.num_drafts) if planned.num_drafts else OFF
             self._tuner.see(arm, active, len(result.token_ids), step_ms)
             if not any(r.num_drafted for r in landed.results) and arm != OFF:
-                self._tuner.see(OFF, active, len(result.token_ids), outcome.verify_ms)
+                self._tuner.see(OFF, active, len(result.token_ids), landed.verify_ms)
             clock = ticket.clock
             clock.first_step_s = clock.first_step_s if clock.first_step_s is not None else now - step_ms / 1e3
             clock.last_step_s = now
             clock.steps += 1
             clock.tokens += len(result.token_ids)
-            clock.draft_ms += outcome.draft_ms
-            clock.verify_ms += outcome.verify_ms
-            clock.plain_ms += self._plain_ms(result, active, outcome.verify_ms)
+            clock.draft_ms += landed.draft_ms
+            clock.verify_ms += landed.verify_ms
+            clock.plain_ms += self._plain_ms(result, active, landed.verify_ms)
             clock.drafts.see(result.num_drafted, result.num_accepted)
-        self._metrics.count_step(landed.results, clients, outcome.draft_ms, outcome.verify_ms)
+        self._metrics.count_step(landed.results, clients, landed.draft_ms, landed.verify_ms)
 
     def _plain_ms(self, result: SlotResult, active: int, verify_ms: float) -> float:
         """What the tokens of a step would have cost without drafts: a step without drafts is its own measure."""

@@ -20,6 +20,8 @@ class Landed:
 
     outcome: VerifyOutcome
     results: tuple[SlotResult, ...]
+    draft_ms: float
+    verify_ms: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ResultRing:
             entry = self._in_flight.popleft()
             if entry.event is not None:
                 entry.event.synchronize()
-            landed.append(Landed(entry.outcome, _slot_results(entry)))
+            landed.append(Landed(entry.outcome, _slot_results(entry), *entry.outcome.clock.intervals_ms()))
         return landed
 
 

@@ -8,19 +8,9 @@ from dataclasses import dataclass
 
 from localspec.api.types import Sampling
 from localspec.core.records import Draft, PrefillPlan, StepResult, VerifyPlan
-from localspec.engine.drafting import DrafterSet
+from localspec.engine.device_step import DeviceStep, StepClock
 from localspec.runner.inputs import cut_to_draft
-from localspec.runner.runner import Runner
-from localspec.sampling.accept import accept
 from localspec.sampling.processors import ProcessorPlan
-
-
-@dataclass(frozen=True)
-class Stages:
-    """What a step is made of. Stages do not hold or call each other."""
-
-    runner: Runner
-    drafters: DrafterSet
 
 
 @dataclass(frozen=True)
@@ -31,33 +21,33 @@ class VerifyOutcome:
     ran: VerifyPlan
     draft: Draft
     result: StepResult
-    draft_ms: float
-    verify_ms: float
+    clock: StepClock
 
 
-def run_prefill(plan: PrefillPlan, stages: Stages) -> float:
+def run_prefill(plan: PrefillPlan, device: DeviceStep) -> float:
     """Read a chunk of a prompt. Returns host milliseconds."""
     started = time.perf_counter()
-    rows, forward = stages.runner.prefill(plan)
-    stages.drafters.observe(rows, forward, stages.runner.state)
+    device.prefill(plan)
     return (time.perf_counter() - started) * 1e3
 
 
-def run_verify(plan: VerifyPlan, stages: Stages, samplings: Sequence[Sampling], logprobs: int | None) -> VerifyOutcome:
-    """Guess, prove, accept. Nothing here waits for the device except where the device is the host.
+def run_verify(
+    plan: VerifyPlan,
+    device: DeviceStep,
+    samplings: Sequence[Sampling],
+    vocab_size: int,
+    waits: bool,
+    logprobs: int | None,
+) -> VerifyOutcome:
+    """Guess, prove, accept. Nothing here waits for the device except where the device is the host (`waits`).
 
     `samplings` are those of the plan's sequences; they only choose the cheapest processing that covers all.
     """
-    runner = stages.runner
-    started = time.perf_counter()
-    draft = stages.drafters.propose(plan, runner.state)
-    ran = cut_to_draft(plan, draft.num_drafts.tolist()) if runner.ops.waits else plan
-    drafted = time.perf_counter()
-    output = runner.verify(ran, draft)
-    law = ProcessorPlan.for_requests(samplings, output.logits.shape[1])
-    result = accept(output.logits, output.rows, draft, runner.state, logprobs=logprobs, plan=law)
-    verified = time.perf_counter()
-    stages.drafters.observe(output.rows, output.forward, runner.state)
-    observed = time.perf_counter()
-    draft_ms = (drafted - started + observed - verified) * 1e3
-    return VerifyOutcome(plan, ran, draft, result, draft_ms, (verified - drafted) * 1e3)
+    clock = device.clock()
+    clock.mark()
+    draft = device.propose(plan)
+    ran = cut_to_draft(plan, draft.num_drafts.tolist()) if waits else plan
+    clock.mark()
+    result = device.verify(ran, draft, ProcessorPlan.for_requests(samplings, vocab_size), logprobs)
+    clock.mark()
+    return VerifyOutcome(plan, ran, draft, result, clock)

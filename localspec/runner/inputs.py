@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from localspec.core.records import (
     MAX_SLOTS,
@@ -16,36 +19,62 @@ from localspec.core.records import (
 from localspec.core.state import SequenceState
 
 
-def verify_rows(plan: VerifyPlan, draft: Draft, state: SequenceState, pad_to: int) -> Rows:
-    """Rows of a verify step: for each slot its last token, then its drafts; padding rows up to `pad_to`.
+@dataclass(frozen=True)
+class Layout:
+    """Which rows belong to which slot, on the device. slots, offsets: [R] int64 (slot -1: padding row; offset in the
+    window); starts, counts: [S] int64."""
+
+    slots: Tensor
+    offsets: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+def layout_numbers(plan: VerifyPlan, pad_to: int) -> list[int]:
+    """slots [R], offsets [R], starts [S], counts [S] of a plan, one after the other."""
+    slots: list[int] = []
+    offsets: list[int] = []
+    starts = [0] * MAX_SLOTS
+    counts = [0] * MAX_SLOTS
+    for entry in plan.slots:
+        starts[entry.slot] = len(slots)
+        counts[entry.slot] = 1 + entry.num_drafts
+        slots.extend([entry.slot] * (1 + entry.num_drafts))
+        offsets.extend(range(1 + entry.num_drafts))
+    padding = max(0, pad_to - len(slots))
+    return [*slots, *([-1] * padding), *offsets, *([0] * padding), *starts, *counts]
+
+
+def layout_of(numbers: Tensor) -> Layout:
+    """Views of a [2 R + 2 S] int64 tensor as `layout_numbers` orders it."""
+    num_rows = (numbers.shape[0] - 2 * MAX_SLOTS) // 2
+    slots, offsets, starts, counts = torch.split(numbers, [num_rows, num_rows, MAX_SLOTS, MAX_SLOTS])
+    return Layout(slots, offsets, starts, counts)
+
+
+def verify_rows(layout: Layout, draft: Draft, state: SequenceState, max_position_bound: int) -> Rows:
+    """Rows of a verify step: for each slot its last token, then its drafts. Device arithmetic only.
 
     Drafts of -1 run as token 0; acceptance refuses them. Positions count from 0.
     """
-    device = state.history.device
-    slots, offsets, starts, counts = _layout(plan, pad_to)
-    slot_of_row = torch.tensor(slots, dtype=torch.int64, device=device)  # [R]
-    offset = torch.tensor(offsets, dtype=torch.int64, device=device)  # [R]
-    safe_slot = slot_of_row.clamp(min=0)
+    safe_slot = layout.slots.clamp(min=0)
     last = state.lengths[safe_slot] - 1
-    own = state.history[safe_slot, last.clamp(min=0)]
+    token_ids = state.history[safe_slot, last.clamp(min=0)]
     if draft.token_ids.shape[1]:
-        column = (offset - 1).clamp(min=0, max=draft.token_ids.shape[1] - 1)
+        column = (layout.offsets - 1).clamp(min=0, max=draft.token_ids.shape[1] - 1)
         drafted = draft.token_ids[safe_slot, column].clamp(min=0)
-        token_ids = torch.where(offset == 0, own, drafted)
-    else:
-        token_ids = own
-    bound = max(slot.length_bound_tokens + slot.num_drafts for slot in plan.slots)
+        token_ids = torch.where(layout.offsets == 0, token_ids, drafted)
     return Rows(
         kind="verify",
         token_ids=token_ids,
-        positions=(last + offset).clamp(min=0),
-        slots=slot_of_row,
+        positions=(last + layout.offsets).clamp(min=0),
+        slots=layout.slots,
         block_tables=state.block_tables,
         lengths=state.lengths.clone(),
-        window_starts=torch.tensor(starts, dtype=torch.int64, device=device),
-        window_rows=torch.tensor(counts, dtype=torch.int64, device=device),
+        window_starts=layout.starts,
+        window_rows=layout.counts,
         pending_rows=state.pending_rows.clone(),
-        max_position_bound=bound,
+        max_position_bound=max_position_bound,
     )
 
 
@@ -90,17 +119,3 @@ def cut_to_draft(plan: VerifyPlan, num_drafts: list[int]) -> VerifyPlan:
             for slot in plan.slots
         )
     )
-
-
-def _layout(plan: VerifyPlan, pad_to: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    slots: list[int] = []
-    offsets: list[int] = []
-    starts = [0] * MAX_SLOTS
-    counts = [0] * MAX_SLOTS
-    for entry in plan.slots:
-        starts[entry.slot] = len(slots)
-        counts[entry.slot] = 1 + entry.num_drafts
-        slots.extend([entry.slot] * (1 + entry.num_drafts))
-        offsets.extend(range(1 + entry.num_drafts))
-    padding = max(0, pad_to - len(slots))
-    return slots + [-1] * padding, offsets + [0] * padding, starts, counts

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from localspec.cache.pool import CachePool, StateSnapshot
-from localspec.core.records import Draft, Forward, HiddenNeeds, PrefillPlan, Request, Rows, VerifyPlan
+from localspec.core.records import Draft, Forward, HiddenNeeds, PrefillPlan, Request, Rows
 from localspec.core.state import SequenceState
 from localspec.kernels.ops import Ops
 from localspec.models import Model
-from localspec.runner.inputs import prefill_rows, verify_rows
+from localspec.runner.inputs import Layout, prefill_rows, verify_rows
 from localspec.runner.slots import fill_slot, make_state, release_slot
 
 
@@ -67,10 +67,9 @@ class Runner:
         return rows, forward
 
     @torch.inference_mode()
-    def verify(self, plan: VerifyPlan, draft: Draft) -> VerifyOutput:
+    def verify(self, layout: Layout, draft: Draft, max_position_bound: int) -> VerifyOutput:
         """Run every decoding sequence's window. Nothing is committed before acceptance."""
-        pad_to = plan.num_rows if self.ops.waits else plan.graph_key.num_rows
-        rows = verify_rows(plan, draft, self.state, pad_to)
+        rows = verify_rows(layout, draft, self.state, max_position_bound)
         forward = self.model.forward(rows, self._target_cache, self._needs)
         return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
 
