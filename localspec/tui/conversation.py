@@ -185,6 +185,8 @@ class Conversation:
         chat_id = self.chat.id
         await self._store.run(lambda s: s.update_chat(chat_id, title=title))
         if self.private:
+            if await self.durable.run(lambda s: s.private):
+                raise ChatError("This run keeps nothing: start localspec chat without --private to save chats.")
             text = await self._store.run(lambda s: to_json(s.chat(chat_id), s.all_messages(chat_id)))
             saved = await self.durable.run(lambda s: from_json(s, text))
             await self.open(saved.id)
