@@ -18,13 +18,17 @@ from localspec.layers.rope import rotary_frequencies
 
 @dataclass(frozen=True)
 class DenseShape:
-    """What a config says of a dense decoder. inv_freq: [rot / 2] float32."""
+    """What a config says of a dense decoder. inv_freq: [rot / 2] float32.
+
+    num_token_ids is our own key: ids that the tokenizer has, where the matrices hold padding rows beyond them.
+    """
 
     attention: AttentionShape
     inv_freq: Tensor
     num_layers: int
     intermediate_size: int
     vocab_size: int
+    num_token_ids: int
     max_context_tokens: int
     tied: bool
 
@@ -32,12 +36,14 @@ class DenseShape:
 def read_dense_shape(config: ConfigReader, attention: AttentionShape) -> DenseShape:
     """The settings that all dense architectures name alike; refuses keys that nobody read."""
     config.expect("hidden_act", "silu")
+    vocab_size = config.integer("vocab_size")
     shape = DenseShape(
         attention=attention,
         inv_freq=rotary_frequencies(config, attention.head_dim),
         num_layers=config.integer("num_hidden_layers"),
         intermediate_size=config.integer("intermediate_size"),
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=vocab_size,
+        num_token_ids=min(vocab_size, config.integer("num_token_ids", vocab_size)),
         max_context_tokens=config.integer("max_position_embeddings"),
         tied=config.flag("tie_word_embeddings", False),
     )
@@ -65,7 +71,7 @@ def build_dense(shape: DenseShape, checkpoint: Checkpoint, ops: Ops) -> Decoder:
         mlp = GatedMlp((hidden, shape.intermediate_size), inner_norm, ops, checkpoint, f"{prefix}mlp.")
         layers.append(DecoderLayer(mixer, mlp))
     names = ("model.embed_tokens.weight", None if shape.tied else "lm_head.weight")
-    vocabulary = load_vocabulary(ops, checkpoint, names, (shape.vocab_size, hidden), shape.vocab_size)
+    vocabulary = load_vocabulary(ops, checkpoint, names, (shape.vocab_size, hidden), shape.num_token_ids)
     final_norm = norm("model.norm.weight")
     # Some exports keep a copy of a tied head, and frequencies that older code saved as buffers.
     buffers = tuple(f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(shape.num_layers))

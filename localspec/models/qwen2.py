@@ -42,6 +42,7 @@ def tiny_config() -> dict[str, Any]:
         "num_attention_heads": 7,
         "num_key_value_heads": 1,
         "vocab_size": 150,
+        "num_token_ids": 147,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,

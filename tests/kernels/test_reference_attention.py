@@ -94,10 +94,17 @@ def test_padding_rows_write_to_page_zero_only() -> None:
     assert changed == [[int(bed.tables[1, 1]) - 1, 6]]
 
 
-def test_reduced_precision_pools_are_read_as_stored() -> None:
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float8_e4m3fn, 0.3)])
+def test_reduced_precision_pools_are_read_as_stored(dtype: torch.dtype, error: float) -> None:
     bed = Bed(4, 2, 32, 300)
-    whole = bed.run(torch.arange(300), [0] * 300)
-    bed.pools = [pool.bfloat16() for pool in bed.pools]
-    rounded = bed.run(torch.arange(300), [1] * 300)
-    assert 0 < (rounded - whole).abs().max() < 0.05
-    assert torch.equal(bed.run(torch.arange(100, 103), [0] * 3), rounded[100:103])
+    rows = torch.arange(300)
+    whole = bed.run(rows, [0] * 300)
+    keys = bed.pools[0][1:6].flatten(0, 1)[:300].clone()
+    bed.pools = [pool.to(dtype) for pool in bed.pools]
+    rounded = bed.run(rows, [1] * 300)
+    assert 0 < (rounded - whole).abs().max() < error
+    assert torch.equal(bed.run(rows[100:103], [0] * 3), rounded[100:103])
+    bed.ops.store_kv(keys * 1000, bed.pools[0], bed.paging([0] * 300), rows)
+    largest = 448.0 if dtype == torch.float8_e4m3fn else float("inf")
+    expected = (keys * 1000).clamp(-largest, largest).to(dtype)
+    assert torch.equal(bed.pools[0][1:6].flatten(0, 1)[:300].float(), expected.float())

@@ -22,6 +22,7 @@ from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 0
 FLOAT32_BYTES = 4
+E4M3_MAX = 448.0
 PAGE_BITS = PAGE_TOKENS.bit_length() - 1
 
 
@@ -126,7 +127,11 @@ class ReferenceOps:
         positions = positions * real
         numbers = paging.block_tables[paging.slots.clamp_min(0), positions >> PAGE_BITS] * real
         rows = numbers.long() * PAGE_TOKENS + (positions & (PAGE_TOKENS - 1))
-        pages.flatten(0, 1).index_copy_(0, rows, values.to(pages.dtype))
+        rounded, pool = values.to(pages.dtype), pages.flatten(0, 1)
+        if pages.dtype == torch.float8_e4m3fn:
+            # Saturated by hand, as PyTorch versions differ; and copied as bytes, as it cannot index this dtype.
+            rounded, pool = values.clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype).view(torch.uint8), pool.view(torch.uint8)
+        pool.index_copy_(0, rows, rounded)
 
     def attention(
         self,
