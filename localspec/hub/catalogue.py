@@ -221,7 +221,7 @@ def read_catalogue_file(path: Path) -> tuple[ModelEntry, ...]:
         if len(raw) > MAX_CATALOGUE_BYTES:
             raise HubError(f"{path} is larger than {MAX_CATALOGUE_BYTES >> 10} KiB, which no catalogue is")
         document = tomllib.loads(raw.decode("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the parser has errors of all these kinds
         raise HubError(f"{path} cannot be read as TOML: {error}") from error
     root = _Table(document, str(path))
     version = root.take("format_version", int)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.hub import layout
+from localspec.hub.catalogue import Catalogue, ModelEntry
 from localspec.hub.records import HubError
 from localspec.storage.errors import DamagedFile
 from localspec.storage.safetensors import SafetensorsFile
@@ -22,6 +23,7 @@ RUNTIME_BYTES = int(1.3 * 2**30)
 STATE_COPIES = 2
 """One running sequence and one snapshot."""
 CONTEXT_STEP_TOKENS = 256
+SOLD_SIZE_SHARE = 0.93
 KV_DTYPE_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp8": 1.0}
 _VISION_PREFIXES = ("visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
 _EMBEDDINGS = ("model.embed_tokens.", "model.language_model.embed_tokens.", "embed_tokens.")
@@ -160,6 +162,16 @@ def _size(text: Mapping[str, Any], key: str, default: int | None = None, least: 
     if type(value) is not int or not least <= value <= 1 << 32:
         raise HubError(f"config.json: {key} is {value!r}, a whole number is needed")
     return value
+
+
+def proposal(catalogue: Catalogue, gpu_bytes: int | None) -> ModelEntry:
+    """What suits this machine: the first model of the largest class that the card can hold, or the demo without one.
+
+    `gpu_bytes` is the card's total memory, which drivers report a little below the size it is sold with.
+    """
+    gib = 0.0 if gpu_bytes is None else gpu_bytes / 2**30
+    fitting = [m for m in catalogue.models if 0 < m.smallest_gpu_gib * SOLD_SIZE_SHARE <= gib]
+    return max(fitting, key=lambda model: model.smallest_gpu_gib, default=catalogue.demo())
 
 
 def fit_installed(directory: Path, available_bytes: int, kv_dtype: str = "fp8") -> Fit:

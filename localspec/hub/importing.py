@@ -13,7 +13,14 @@ from localspec.hub import layout, support
 from localspec.hub.catalogue import DEFAULT_INCLUDE, id_from_name
 from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
 from localspec.hub.meter import ProgressMeter
-from localspec.hub.records import HubError, ProgressCallback, PullProgress, PullResult, ignore_progress
+from localspec.hub.records import (
+    EXIT_MACHINE_CANNOT,
+    HubError,
+    ProgressCallback,
+    PullProgress,
+    PullResult,
+    ignore_progress,
+)
 
 
 def import_path(
@@ -35,7 +42,10 @@ def import_path(
     factor = CONVERTED_SIZE_FACTOR if path.is_file() else 1.0
     refuse_small_disk(name, int(size_bytes * factor), data_dir)
     model = NewModel(name, f"imported from {path.resolve()}", "not stated")
-    directory = install(files, model, data_dir, ProgressMeter(progress))
+    try:
+        directory = install(files, model, data_dir, ProgressMeter(progress))
+    except OSError as error:
+        raise HubError(f"{name} cannot be written to {data_dir}: {error}", EXIT_MACHINE_CANNOT) from error
     progress(PullProgress("done", f"{name} is ready"))
     manifest = layout.read_manifest(directory)
     sizes: dict[str, int | None] = {n: record.size_bytes for n, record in manifest.files.items()}

@@ -28,6 +28,8 @@ TEMPORARY_PREFIX = ".tmp-"
 PARTIAL_DIRECTORY = ".partial"
 READ_BYTES = 4 << 20
 MAX_JSON_BYTES = 64 << 20
+MAX_TEXT_CHARACTERS = 10_000
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MODEL_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
@@ -161,22 +163,36 @@ def read_manifest(directory: Path) -> Manifest:
         )
     try:
         files = {
-            check_file_name(name): FileRecord(_natural(entry["size"]), str(entry["sha256"]))
+            check_file_name(name): FileRecord(_natural(entry["size"]), _digest(entry["sha256"]))
             for name, entry in document["files"].items()
         }
         manifest = Manifest(
             model_id=check_model_id(document["model_id"]),
-            source=str(document["source"]),
-            licence=str(document["licence"]),
+            source=_text(document["source"]),
+            licence=_text(document["licence"]),
             files=files,
-            fingerprint=str(document["fingerprint"]),
-            notes=tuple(str(note) for note in document.get("notes", ())),
+            fingerprint=_digest(document["fingerprint"]),
+            notes=tuple(_text(note) for note in document.get("notes", ())),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise HubError(f"{path} is damaged ({error}); remove the model and pull it again") from error
     if manifest.fingerprint != fingerprint_of(files):
         raise HubError(f"{path} does not fit its own fingerprint; remove the model and pull it again")
     return manifest
+
+
+def _digest(value: object) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise ValueError(f"{value!r} is not a sha256")
+    return value
+
+
+def _text(value: object) -> str:
+    """JSON can spell half a surrogate pair, which no terminal or file takes."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
+        raise ValueError(f"{str(value)[:40]!r} is not a text of a reasonable size")
+    value.encode("utf-8")
+    return value
 
 
 def _natural(value: object) -> int:

@@ -65,7 +65,10 @@ def _read_pin(value: Mapping[str, Any]) -> Pin:
         files.append(PinnedFile(layout.check_file_name(name), size_bytes, sha256))
     if not _SHA1.fullmatch(value["commit"]) or not files:
         raise ValueError("a repository has no commit or no files")
-    return Pin(value["commit"], str(value["licence"]), tuple(files))
+    licence = value["licence"]
+    if not isinstance(licence, str) or not (licence.isprintable() and len(licence) <= 100):
+        raise ValueError("a repository has no readable licence")
+    return Pin(value["commit"], licence, tuple(files))
 
 
 def keep_pin(data_dir: Path, source: HubSource, commit: str, licence: str, files: Sequence[PinnedFile]) -> None:

@@ -83,8 +83,10 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
     )
     card = listing.get("cardData")
     licence = card.get("license") if isinstance(card, dict) else None
+    if not isinstance(licence, str) or len(licence) > 100 or not licence.isprintable():
+        licence = ""
     label = f"{source.repo}@{commit} on {urlsplit(address).hostname}"
-    return Located(label, files, licence if isinstance(licence, str) else "", commit)
+    return Located(label, files, licence, commit)
 
 
 def explain_refusal(repo: str, address: str, settings: HubSettings) -> AccessRefused:
@@ -194,8 +196,12 @@ def _html_links(body: bytes, base_url: str) -> list[tuple[str, str | None]]:
 
 
 def _web_url(base_url: str, reference: str) -> str:
-    url = urljoin(base_url, reference)
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        url = urljoin(base_url, reference)
+        is_web = urlsplit(url).scheme in ("http", "https")
+    except ValueError:
+        is_web = False
+    if not is_web:
         raise HubError(f"the index page {base_url} links to {reference!r}, only web addresses are followed")
     return url
 

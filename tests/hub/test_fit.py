@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from localspec.hub.fit import CacheShape, WeightBytes, cache_shape, fit, fit_installed, weights_of
+from localspec.hub.catalogue import load_catalogue
+from localspec.hub.fit import CacheShape, WeightBytes, cache_shape, fit, fit_installed, proposal, weights_of
 from localspec.hub.layout import write_json
 from localspec.hub.records import HubError
 
@@ -96,3 +97,20 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
     with pytest.raises(HubError, match=r"model\.safetensors cannot be read"):
         weights_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "model_id"),
+    [
+        (None, "smollm2-135m"),
+        (4.0, "smollm2-135m"),
+        (7.6, "qwen3.5-4b"),
+        (11.6, "qwen3.5-9b"),
+        (15.5, "qwen3.5-9b"),
+        (23.5, "qwen3.8-27b"),
+        (140.0, "qwen3.8-27b"),
+    ],
+)
+def test_what_is_proposed_for_a_card(gpu_gib: float | None, model_id: str) -> None:
+    gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
+    assert proposal(load_catalogue(), gpu_bytes).id == model_id

