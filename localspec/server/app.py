@@ -20,6 +20,7 @@ from localspec.api.types import EngineError
 from localspec.server import anthropic, completions, control, llamacpp, metrics, ollama, openai, responses
 from localspec.server.context import ControlHooks, Port, port_of
 from localspec.server.errors import ApiError, as_api_error
+from localspec.server.openapi import openapi
 from localspec.server.security import Gate, check_settings
 from localspec.server.settings import ServerSettings
 from localspec.server.sse import ClientLeft
@@ -84,6 +85,7 @@ _VERSIONED: tuple[tuple[str, Endpoint, list[str]], ...] = (
 )
 _FIXED: tuple[tuple[str, Endpoint, list[str]], ...] = (
     ("/", ollama.root, ["GET"]),
+    ("/openapi.json", openapi, ["GET"]),
     ("/health", health, ["GET"]),
     ("/v1/health", health, ["GET"]),
     ("/metrics", metrics.metrics, ["GET"]),

@@ -1,0 +1,42 @@
+"""The port keeps to its own description: statuses, content types and shapes, for requests made from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from localspec.api.scripted import Reply, Script, ScriptedEngine
+from localspec.server.app import create_app
+from localspec.server.openapi import description
+from localspec.server.settings import ServerSettings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def app() -> object:
+    engine = ScriptedEngine(Script((Reply("<think>t</think>Answer."),), context_limit_tokens=4000))
+    return create_app(engine, ServerSettings(allowed_hosts=("testserver",)))
+
+
+schema = schemathesis.openapi.from_dict(description())
+schema.app = app()
+
+
+@schema.parametrize()
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_port_keeps_to_its_description(case: object) -> None:
+    case.call_and_validate(checks=CHECKS)  # type: ignore[attr-defined]
+
+
+def test_every_described_path_is_served() -> None:
+    served = {getattr(route, "path", "") for route in create_app(ScriptedEngine()).routes}
+    assert set(description()["paths"]) <= served
