@@ -22,7 +22,7 @@ def nvfp4_linear(
 ) -> Tensor:
     """x [R, K] bfloat16 -> [R, N] (`silu_mul`: [R, N/2]) in the dtype of `out`, bfloat16 where none is given.
 
-    R is 1..16; a row's bits do not depend on the other rows. Specification: reference_linear.py.
+    R is 1..16; a row's bits do not depend on the other rows. Specification: packed_reference.py.
     """
     if out is None:
         columns = packed.shape[0] // 2 if packed.gated else packed.shape[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from localspec.kernels.fp8_pack import PackedFp8
@@ -19,13 +18,14 @@ from localspec.kernels.triton.tilings import Tiling, tiling_for
 from localspec.kernels.triton.weight_stream import (
     FP8_CONSTRAINTS,
     NVFP4_CONSTRAINTS,
+    PREFETCH_ASM,
     fp8_decode_asm,
     nvfp4_decode_asm,
     weight_stream_kernel,
 )
 
 MAX_ROWS = 16
-MAX_TILE_ROWS_PER_MULTIPROCESSOR = 512  # tile height times blocks per multiprocessor, over all tilings
+MAX_TILE_ROWS_PER_MULTIPROCESSOR = 1024  # tile height times blocks per multiprocessor, over all tilings
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class StreamWorkspace:
     multiprocessors: int
     shared_limit_bytes: int
     native_bf16_multiply: bool
-    dependent_launch: bool
+    dependent_launch: int
+    near_end: Tensor
+    poll: bool = False
+    ahead_units: int = 0
 
     @staticmethod
     def create(device: torch.device, max_tiles: int, max_columns: int) -> StreamWorkspace:
@@ -57,7 +60,8 @@ class StreamWorkspace:
             multiprocessors=properties.multi_processor_count,
             shared_limit_bytes=properties.shared_memory_per_block_optin,
             native_bf16_multiply=modern,
-            dependent_launch=modern,
+            dependent_launch=2 if modern else 0,
+            near_end=torch.zeros(2, dtype=torch.int32, device=device),
         )
 
 
@@ -77,8 +81,8 @@ def normalise_rows(x: Tensor, norm: Norm, workspace: StreamWorkspace) -> Tensor:
     out = workspace.normed[:rows, :columns]
     row_norm_kernel[(rows,)](
         x, norm.weight, out, columns, x.stride(0), out.stride(0), norm.eps,
-        BLOCK=triton.next_power_of_2(columns), PLUS_ONE=norm.plus_one, PDL=workspace.dependent_launch,
-        num_warps=8, enable_fp_fusion=False, launch_pdl=workspace.dependent_launch,
+        BLOCK=2048, PLUS_ONE=norm.plus_one, PDL=bool(workspace.dependent_launch),
+        num_warps=4, num_stages=1, enable_fp_fusion=False, launch_pdl=bool(workspace.dependent_launch),
     )  # fmt: skip
     return out
 
@@ -90,6 +94,7 @@ def stream_linear(
     workspace: StreamWorkspace,
     out: Tensor,
     tiling: Tiling | None = None,
+    parity: int = 0,
 ) -> Tensor:
     """x [R <= 16, K] bfloat16, out [R, N or N/2] bfloat16 or float32: filled and returned.
 
@@ -102,7 +107,10 @@ def stream_linear(
     tiling = tiling or tiling_for(packed.tile_rows, row_slots, workspace.shared_limit_bytes)
     units = packed.tiles * packed.pairs
     blocks = min(units, workspace.multiprocessors * tiling.blocks_per_multiprocessor)
-    _check_workspace(packed, workspace, 2 * blocks * packed.tile_rows * row_slots)
+    if tiling.whole_tiles:
+        blocks = packed.tiles
+    else:
+        _check_workspace(packed, workspace, blocks * packed.tile_rows * row_slots)
     nvfp4 = isinstance(packed, PackedNvfp4)
     group_scale = None if isinstance(packed, PackedNvfp4) else packed.group_scale
     native, dependent = workspace.native_bf16_multiply, workspace.dependent_launch
@@ -111,12 +119,15 @@ def stream_linear(
         packed.data, packed.row_scale, packed.row_scale if group_scale is None else group_scale,
         packed.row_scale if fusion.bias is None else fusion.bias,
         x, out, residual, workspace.partials, workspace.tickets,
+        workspace.near_end,
         x.shape[0], x.shape[1] // 8, out.shape[1], packed.tiles, packed.pairs,
-        x.stride(0) // 8, out.stride(0), residual.stride(0),
-        BN=packed.tile_rows, MP=row_slots, STAGES=tiling.stages, NW=tiling.warps, NVFP4=nvfp4,
+        x.stride(0) // 8, out.stride(0), residual.stride(0), parity,
+        BN=packed.tile_rows, MP=row_slots, DEPTH=tiling.depth, NW=tiling.warps, NVFP4=nvfp4,
         BLOCK_SCALE=group_scale is not None, EPILOGUE=fusion.epilogue, HAS_BIAS=fusion.bias is not None, PDL=int(dependent),
+        POLL=workspace.poll, AHEAD=workspace.ahead_units,
         ASM_EVEN=nvfp4_decode_asm(False, native) if nvfp4 else fp8_decode_asm(native),
-        ASM_ODD=nvfp4_decode_asm(True, native) if nvfp4 else "",
+        ASM_ODD=nvfp4_decode_asm(True, native) if nvfp4 else fp8_decode_asm(native),
+        ASM_PREFETCH=PREFETCH_ASM.format(packed.tile_rows * (144 if nvfp4 else 128)),
         CONSTRAINTS=NVFP4_CONSTRAINTS if nvfp4 else FP8_CONSTRAINTS,
         num_warps=tiling.warps, maxnreg=tiling.max_registers, enable_fp_fusion=False, launch_pdl=bool(dependent),
     )  # fmt: skip

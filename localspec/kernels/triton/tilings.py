@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiling:
-    """warps: per block; stages: units in the ring; blocks_per_multiprocessor: blocks of one launch per processor.
+    """warps: per block; depth: units in the rings; blocks_per_multiprocessor: blocks of one launch per processor.
 
     max_registers: per thread, low enough that the next kernel's first blocks fit beside this one's.
     """
 
     tile_rows: int
     warps: int
-    stages: int
+    depth: int
     blocks_per_multiprocessor: int
-    max_registers: int = 128
+    max_registers: int = 112
+    whole_tiles: bool = False
 
 
 def tile_rows_for(rows: int, columns: int) -> int:
@@ -32,9 +33,5 @@ def tile_rows_for(rows: int, columns: int) -> int:
 def tiling_for(tile_rows: int, row_slots: int, shared_limit_bytes: int) -> Tiling:
     """row_slots: 8 or 16; shared_limit_bytes: of a block on this card. The ring is cut where the card is small."""
     warps = max(1, tile_rows // 32)
-    blocks = {32: 6, 64: 4, 128: 2, 256: 1}[tile_rows]
-    stage_bytes = tile_rows * 144 + row_slots * 512
-    stages = 3
-    while stages > 2 and stages * stage_bytes > shared_limit_bytes - 1024:
-        stages -= 1
-    return Tiling(tile_rows, warps, stages, blocks)
+    blocks = {32: 8, 64: 4, 128: 2, 256: 1}[tile_rows]
+    return Tiling(tile_rows, warps, 2, blocks)

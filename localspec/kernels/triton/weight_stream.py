@@ -46,10 +46,12 @@ def nvfp4_decode_asm(odd_chunk: bool, native_multiply: bool) -> str:
         lines.append(f"lop3.b32 c, {MIX_MASK:#x}, t, {words[0]}, 0xCA;")
         for field, (source, rotation) in enumerate(FIELD_ROTATIONS):
             word = words[source]
-            if rotation:
-                lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation}; and.b32 t, t, {FIELD_MASK:#x};")
-            else:
-                lines.append(f"and.b32 t, {word}, {FIELD_MASK:#x};")
+            if rotation > 6:
+                lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation};")
+            elif rotation:
+                # No bit wraps below the mask's lowest; a plain shift can run on the multiplier's pipe.
+                lines.append(f"shl.b32 t, {word}, {rotation};")
+            lines.append(f"and.b32 t, {'t' if rotation else word}, {FIELD_MASK:#x};")
             lines.append(multiply.format(f"${8 * block + field}"))
     return "\n".join([*lines, "}"])
 
@@ -73,6 +75,11 @@ def fp8_decode_asm(native_multiply: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
+# One thread of the block asks for a whole unit.
+PREFETCH_ASM = (
+    "{{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], {0}; mov.u32 $0, 0; }}"
+)
 NVFP4_CONSTRAINTS = ",".join(["=r"] * 16 + ["r"] * 5)
 FP8_CONSTRAINTS = ",".join(["=r"] * 8 + ["r"] * 4)
 
@@ -159,46 +166,63 @@ def _fp8_chunk(
 
 
 @gluon.jit
-def _copy_weight(codes, scales, w_ptr, unit, slot, BN: gl.constexpr, NW: gl.constexpr, NVFP4: gl.constexpr):
-    """Start the copy of one unit into ring slot `slot`."""
-    UNIT_BYTES: gl.constexpr = BN * 144 if NVFP4 else BN * 128
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
-    base = w_ptr + unit.to(gl.int64) * UNIT_BYTES
-    rows = gl.arange(0, 2 * BN, layout=gl.SliceLayout(1, word_layout))
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, word_layout))
-    words = base.to(gl.pointer_type(gl.int32), bitcast=True)
-    async_copy.async_copy_global_to_shared(codes.index(slot), words + (rows[:, None] * 16 + columns[None, :]))
-    if NVFP4:
-        scale_layout: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [NW, 1], [1, 0])
-        scale_rows = gl.arange(0, BN, layout=gl.SliceLayout(1, scale_layout))
-        scale_columns = gl.arange(0, 16, layout=gl.SliceLayout(0, scale_layout))
-        offsets = BN * 128 + (scale_rows[:, None] * 16 + scale_columns[None, :])
-        async_copy.async_copy_global_to_shared(scales.index(slot), base + offsets)
+def _copy_codes(ring, w_ptr, unit, slot, BN: gl.constexpr, NW: gl.constexpr, UNIT_BYTES: gl.constexpr, ODD: gl.constexpr):
+    """Start the copy of one chunk's words of a unit."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
+    rows = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
+    base = (w_ptr + unit.to(gl.int64) * UNIT_BYTES).to(gl.pointer_type(gl.int32), bitcast=True)
+    offsets = BN * 16 * ODD + (rows[:, None] * 16 + columns[None, :])
+    async_copy.async_copy_global_to_shared(ring.index(slot), base + offsets)
 
 
 @gluon.jit
-def _copy_x(ring, x_ptr, pair, slot, M, K8, x_stride8, MP: gl.constexpr, KC: gl.constexpr, NW: gl.constexpr):
-    """Start the copy of x[:, pair] as two chunks [MP, KC] stacked; rows from M and columns from K on become zero.
+def _copy_scales(ring, w_ptr, unit, slot, BN: gl.constexpr, NW: gl.constexpr, UNIT_BYTES: gl.constexpr):
+    """Start the copy of a unit's scale bytes."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [NW, 1], [1, 0])
+    rows = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
+    base = w_ptr + unit.to(gl.int64) * UNIT_BYTES + BN * 128
+    async_copy.async_copy_global_to_shared(ring.index(slot), base + (rows[:, None] * 16 + columns[None, :]))
+
+
+@gluon.jit
+def _copy_x(
+    ring, x_ptr, pair, slot, M, K8, x_stride8,
+    MP: gl.constexpr, KC: gl.constexpr, NW: gl.constexpr, ODD: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of one chunk of x, [MP, KC]; rows from M and columns from K on become zero.
 
     K and the row stride come in units of 8, which tells the compiler that 16-byte copies are aligned.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KC, KC // 8], [NW, 1], [1, 0])
-    row = gl.arange(0, 2 * MP, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, KC, layout=gl.SliceLayout(0, layout))
-    m = row % MP
-    k = (pair * (2 * KC) + (row // MP) * KC)[:, None] + column[None, :]
-    mask = (m < M)[:, None] & (k < K8 * 8)
-    async_copy.async_copy_global_to_shared(ring.index(slot), x_ptr + (m * (x_stride8 * 8))[:, None] + k, mask=mask)
+    m = gl.arange(0, MP, layout=gl.SliceLayout(1, layout))
+    k = (pair * 2 + ODD) * KC + gl.arange(0, KC, layout=gl.SliceLayout(0, layout))
+    mask = (m < M)[:, None] & (k < K8 * 8)[None, :]
+    async_copy.async_copy_global_to_shared(
+        ring.index(slot), x_ptr + ((m * (x_stride8 * 8))[:, None] + k[None, :]), mask=mask
+    )
+
+
+@gluon.jit
+def _load_residual(
+    residual_ptr, tile, wanted, M, N, residual_stride, BN: gl.constexpr, MP: gl.constexpr, mma: gl.constexpr
+):
+    """The tile's residual [BN, MP], asked for before the block waits for others."""
+    rows = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, mma))
+    mask = (rows < N)[:, None] & ((m < M) & wanted)[None, :]
+    return gl.load(residual_ptr + (m * residual_stride)[None, :] + rows[:, None], mask=mask, other=0.0)
 
 
 @gluon.jit
 def _finish(
-    acc, tile, scale_ptr, bias_ptr, out_ptr, residual_ptr, M, N, out_stride, residual_stride,
+    acc, tile, scale, residual, bias_ptr, out_ptr, M, N, out_stride,
     BN: gl.constexpr, MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Row scale, epilogue and store of a tile's full sums [BN, MP]. N: columns of the output."""
     rows = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
-    acc = acc * gl.load(scale_ptr + rows)[:, None]
+    acc = acc * scale[:, None]
     if EPILOGUE == "silu_mul":
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, MP]), [0, 2, 3, 1])
         gate, up = gl.split(gl.reshape(pairs, [BN // 2, MP, 2]))
@@ -214,7 +238,6 @@ def _finish(
         if HAS_BIAS:
             acc = acc + gl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
         if EPILOGUE == "residual":
-            residual = gl.load(residual_ptr + (m * residual_stride)[None, :] + rows[:, None], mask=mask, other=0.0)
             acc = acc + residual.to(gl.float32)
         gl.store(out_ptr + (m * out_stride)[None, :] + rows[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -226,52 +249,32 @@ def _load_partial(partial_ptr, slot, offsets, mask, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _sum_partials(
-    partial_ptr, first_block, last_block, offsets, mask,
-    BN: gl.constexpr, MP: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """Partials of a tile, added in block order. Four loads travel together: one round trip a four."""
+def _add_partials(acc, partial_ptr, first, last, offsets, mask, BN: gl.constexpr, MP: gl.constexpr):
+    """acc + the partials of blocks first..last in block order. Four loads travel together: one round trip a four."""
     SIZE: gl.constexpr = BN * MP
-    total = gl.zeros((BN, MP), gl.float32, layout=mma)
-    for batch in range(first_block, last_block + 1, 4):
-        slot0 = 2 * batch + (batch == first_block).to(gl.int32)
-        p0 = _load_partial(partial_ptr, slot0, offsets, mask, SIZE)
-        p1 = _load_partial(partial_ptr, 2 * batch + 2, offsets, mask & (batch + 1 <= last_block), SIZE)
-        p2 = _load_partial(partial_ptr, 2 * batch + 4, offsets, mask & (batch + 2 <= last_block), SIZE)
-        p3 = _load_partial(partial_ptr, 2 * batch + 6, offsets, mask & (batch + 3 <= last_block), SIZE)
-        total = (((total + p0) + p1) + p2) + p3
-    return total
+    for block in range(first, last + 1, 4):
+        p0 = _load_partial(partial_ptr, block, offsets, mask, SIZE)
+        p1 = _load_partial(partial_ptr, block + 1, offsets, mask & (block + 1 <= last), SIZE)
+        p2 = _load_partial(partial_ptr, block + 2, offsets, mask & (block + 2 <= last), SIZE)
+        p3 = _load_partial(partial_ptr, block + 3, offsets, mask & (block + 3 <= last), SIZE)
+        acc = (((acc + p0) + p1) + p2) + p3
+    return acc
 
 
 @gluon.jit
-def _multiply_unit(
-    codes, scales, x, group_scale_ptr, acc0, acc1,
-    BN: gl.constexpr, MP: gl.constexpr, NW: gl.constexpr, KC: gl.constexpr, NVFP4: gl.constexpr,
-    BLOCK_SCALE: gl.constexpr, mma: gl.constexpr,
-    ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
+def _multiply_chunk(
+    words, scales, x, acc0, acc1,
+    MP: gl.constexpr, NW: gl.constexpr, KC: gl.constexpr, NVFP4: gl.constexpr, mma: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
-    """Add one unit from the ring to the sums. group_scale_ptr: the unit's first row group, with BLOCK_SCALE."""
-    weight_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    row_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
-    x_layout: gl.constexpr = _x_fragment_layout(MP, KC, NW)
-    even = codes.slice(0, BN).load(weight_layout)
-    odd = codes.slice(BN, BN).load(weight_layout)
-    x_even = x.slice(0, MP).load(x_layout)
-    x_odd = x.slice(MP, MP).load(x_layout)
+    """Add one chunk from the rings to the sums. scales: the unit's scale bytes in registers, NVFP4 only."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+    codes = words.load(gl.DotOperandLayout(0, mma, 4))
+    rows = x.load(_x_fragment_layout(MP, KC, NW))
     if NVFP4:
-        scale = scales.load(weight_layout)
-        acc0, acc1 = _nvfp4_chunk(even, scale, x_even, acc0, acc1, MP, row_layout, ASM_EVEN, CONSTRAINTS)
-        acc0, acc1 = _nvfp4_chunk(odd, scale, x_odd, acc0, acc1, MP, row_layout, ASM_ODD, CONSTRAINTS)
-    elif BLOCK_SCALE:
-        factor = gl.load(group_scale_ptr + gl.arange(0, BN, layout=gl.SliceLayout(1, mma)) // 8)
-        part0 = gl.zeros((BN, MP), gl.float32, layout=mma)
-        part1 = gl.zeros((BN, MP), gl.float32, layout=mma)
-        part0, part1 = _fp8_chunk(even, x_even, part0, part1, MP, row_layout, ASM_EVEN, CONSTRAINTS)
-        part0, part1 = _fp8_chunk(odd, x_odd, part0, part1, MP, row_layout, ASM_EVEN, CONSTRAINTS)
-        acc0 = acc0 + (part0 + part1) * factor[:, None]
+        acc0, acc1 = _nvfp4_chunk(codes, scales, rows, acc0, acc1, MP, layout, ASM, CONSTRAINTS)
     else:
-        acc0, acc1 = _fp8_chunk(even, x_even, acc0, acc1, MP, row_layout, ASM_EVEN, CONSTRAINTS)
-        acc0, acc1 = _fp8_chunk(odd, x_odd, acc0, acc1, MP, row_layout, ASM_EVEN, CONSTRAINTS)
+        acc0, acc1 = _fp8_chunk(codes, rows, acc0, acc1, MP, layout, ASM, CONSTRAINTS)
     return acc0, acc1
 
 
@@ -280,103 +283,182 @@ def _share_tile(
     acc, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, M,
     BN: gl.constexpr, MP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Store this block's partial of a shared tile. Returns (whether all have arrived, their sum where they have).
+    """A tile that several blocks hold parts of: all but the first store theirs, the first waits and adds them up.
 
-    Block b owns the units from b * units // blocks on, so the owner of unit u is ((u + 1) * blocks - 1) // units.
-    A block shares at most its first and its last tile: slot 2 b + 1 is for the run that starts its tile.
+    Block b owns the units from b * units // blocks on, so the owner of unit u is ((u + 1) * blocks - 1) // units. The
+    first block of a tile comes to it last in its run, the others first in theirs: the wait is short, and nobody waits
+    for a block that waits for it. Blocks start in order, so that a later one comes even where not all fit at once.
+    Returns the full sum in the first block.
     """
     block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    first_block = ((tile * pairs + 1) * blocks - 1) // units
-    last_block = ((tile * pairs + pairs) * blocks - 1) // units
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, mma))
     rows = gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
     offsets = (rows * MP)[:, None] + m[None, :]
     mask = (rows >= 0)[:, None] & (m < M)[None, :]
-    gl.store(partial_ptr + (2 * block + starts_tile.to(gl.int32)) * (BN * MP) + offsets, acc, mask=mask)
-    block_barrier()
-    arrived = gl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu")
-    complete = arrived == last_block - first_block
-    total = acc
-    if complete:
-        total = _sum_partials(partial_ptr, first_block, last_block, offsets, mask, BN, MP, mma)
+    if starts_tile:
+        last = ((tile * pairs + pairs) * gl.num_programs(0) - 1) // units
+        arrived = gl.atomic_add(ticket_ptr + tile, 0, sem="acquire", scope="gpu")
+        while arrived < last - block:
+            arrived = gl.atomic_add(ticket_ptr + tile, 0, sem="acquire", scope="gpu")
+        acc = _add_partials(acc, partial_ptr, block + 1, last, offsets, mask, BN, MP)
         gl.store(ticket_ptr + tile, 0)
-    return complete, total
+    else:
+        gl.store(partial_ptr + block * (BN * MP) + offsets, acc, mask=mask)
+        block_barrier()
+        gl.atomic_add(ticket_ptr + tile, 1, sem="release", scope="gpu")
+    return acc
 
 
-@gluon.jit(do_not_specialize=["M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride", "residual_stride"])
+@gluon.jit
+def _wait_until_near_end(near_end_ptr, parity):
+    """Hold back until the previous kernel has issued its loads, or a while: only when bytes move depends on it."""
+    seen = gl.load(near_end_ptr + (1 - parity), volatile=True)
+    tries = 0
+    while (seen == 0) & (tries < 60):
+        seen = gl.load(near_end_ptr + (1 - parity), volatile=True)
+        tries += 1
+
+
+@gluon.jit
+def _prefetch_units(w_ptr, unit, stop, COUNT: gl.constexpr, UNIT: gl.constexpr, ASM: gl.constexpr):
+    """Ask for the units after the ring's to come to the second-level cache."""
+    for ahead in gl.static_range(COUNT):
+        if unit + ahead < stop:
+            gl.inline_asm_elementwise(
+                ASM, "=r,l", [w_ptr + (unit + ahead).to(gl.int64) * UNIT], dtype=gl.int32, is_pure=False, pack=1
+            )
+
+
+@gluon.jit(do_not_specialize=["M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride", "residual_stride", "parity"])
 def weight_stream_kernel(
     w_ptr, scale_ptr, group_scale_ptr, bias_ptr, x_ptr, out_ptr, residual_ptr, partial_ptr, ticket_ptr,
-    M, K8, N, tiles, pairs, x_stride8, out_stride, residual_stride,
-    BN: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr, NW: gl.constexpr, NVFP4: gl.constexpr,
-    BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
-    ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    near_end_ptr, M, K8, N, tiles, pairs, x_stride8, out_stride, residual_stride, parity,
+    BN: gl.constexpr, MP: gl.constexpr, DEPTH: gl.constexpr, NW: gl.constexpr, NVFP4: gl.constexpr,
+    BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, POLL: gl.constexpr, AHEAD: gl.constexpr,
+    ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr, ASM_PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """One block: its run of units. Grid: (blocks,), at most the number of units.
 
-    partial_ptr: [2 * blocks, BN, MP] float32; ticket_ptr: [tiles] int32, zero before and after.
+    Even and odd chunks have rings of their own, DEPTH slots each, so that one barrier a chunk is enough: while a chunk
+    of one parity is read, a chunk of the other is copied. 2 * DEPTH - 1 chunks are in flight.
+    partial_ptr: [blocks, BN, MP] float32; ticket_ptr: [tiles] int32, zero before and after.
     group_scale_ptr: [pairs, tiles * BN / 8] float32, FP8 with BLOCK_SCALE only; bias_ptr: [N], with HAS_BIAS only.
     """
     KC: gl.constexpr = 128 if NVFP4 else 64
+    UNIT: gl.constexpr = BN * 144 if NVFP4 else BN * 128
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * BN, 16], plain)
-    scales = gl.allocate_shared_memory(gl.uint8, [STAGES if NVFP4 else 1, BN, 16], plain)
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * MP, KC], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    even = gl.allocate_shared_memory(gl.int32, [DEPTH, BN, 16], plain)
+    odd = gl.allocate_shared_memory(gl.int32, [DEPTH, BN, 16], plain)
+    scales = gl.allocate_shared_memory(gl.uint8, [DEPTH if NVFP4 else 1, BN, 16], plain)
+    x_even = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, MP, KC], swizzled)
+    x_odd = gl.allocate_shared_memory(gl.bfloat16, [DEPTH, MP, KC], swizzled)
     units = tiles * pairs
     unit = gl.program_id(0) * units // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * units // gl.num_programs(0)
-    next_pair = unit % pairs
-    for stage in gl.static_range(STAGES - 1):
-        if unit + stage < stop:
-            _copy_weight(codes, scales, w_ptr, unit + stage, stage, BN, NW, NVFP4)
-        async_copy.commit_group()
+    if PDL == 3:
+        gdc_launch_dependents()
+    if POLL:
+        _wait_until_near_end(near_end_ptr, parity)
+    for ahead in gl.static_range(DEPTH):
+        if unit + ahead < stop:
+            _copy_codes(even, w_ptr, unit + ahead, ahead, BN, NW, UNIT, 0)
+            if NVFP4:
+                _copy_scales(scales, w_ptr, unit + ahead, ahead, BN, NW, UNIT)
+            if ahead < DEPTH - 1:
+                _copy_codes(odd, w_ptr, unit + ahead, ahead, BN, NW, UNIT, 1)
+    async_copy.commit_group()
+    if AHEAD > 0:
+        _prefetch_units(w_ptr, unit + DEPTH, stop, AHEAD, UNIT, ASM_PREFETCH)
     if PDL:
         gdc_wait()
         if PDL == 2:
             gdc_launch_dependents()
-        elif unit + STAGES > stop:
-            gdc_launch_dependents()
-    for stage in gl.static_range(STAGES - 1):
-        if unit + stage < stop:
-            _copy_x(x_ring, x_ptr, next_pair, stage, M, K8, x_stride8, MP, KC, NW)
+        if PDL == 1:
+            if unit + DEPTH > stop:
+                gdc_launch_dependents()
+    if POLL:
+        gl.store(near_end_ptr + (1 - parity), 0, mask=gl.program_id(0) == 0)
+    # x of pair unit + DEPTH - 1 goes last; `later` then names the pair whose odd chunk is copied next.
+    later = unit % pairs
+    for ahead in gl.static_range(DEPTH):
+        if ahead > 0:
+            later = gl.where(later + 1 == pairs, 0, later + 1)
+        if unit + ahead < stop:
+            _copy_x(x_even, x_ptr, later, ahead, M, K8, x_stride8, MP, KC, NW, 0)
         async_copy.commit_group()
-        next_pair = gl.where(next_pair + 1 == pairs, 0, next_pair + 1)
+        if ahead < DEPTH - 1:
+            if unit + ahead < stop:
+                _copy_x(x_odd, x_ptr, later, ahead, M, K8, x_stride8, MP, KC, NW, 1)
+            async_copy.commit_group()
     slot = 0
-    next_slot = STAGES - 1
+    behind = DEPTH - 1
     while unit < stop:
         tile = unit // pairs
         tile_stop = gl.minimum(stop, tile * pairs + pairs)
+        # Asked for now, used when the tile is done.
+        scale = gl.load(scale_ptr + tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma)))
         acc0 = gl.zeros((BN, MP), gl.float32, layout=mma)
         acc1 = gl.zeros((BN, MP), gl.float32, layout=mma)
         for current in range(unit, tile_stop):
-            async_copy.wait_group(STAGES - 2)
+            async_copy.wait_group(2 * DEPTH - 2)
             block_barrier()
-            upcoming = current + (STAGES - 1)
-            if upcoming < stop:
-                _copy_weight(codes, scales, w_ptr, upcoming, next_slot, BN, NW, NVFP4)
-                _copy_x(x_ring, x_ptr, next_pair, next_slot, M, K8, x_stride8, MP, KC, NW)
+            if current + (DEPTH - 1) < stop:
+                _copy_codes(odd, w_ptr, current + (DEPTH - 1), behind, BN, NW, UNIT, 1)
+                _copy_x(x_odd, x_ptr, later, behind, M, K8, x_stride8, MP, KC, NW, 1)
             async_copy.commit_group()
-            if PDL == 1:
-                if upcoming + 1 == stop:
+            if current + DEPTH == stop:
+                if PDL == 1:
                     gdc_launch_dependents()
-            next_pair = gl.where(next_pair + 1 == pairs, 0, next_pair + 1)
-            groups = group_scale_ptr + (current - tile * pairs) * (tiles * (BN // 8)) + tile * (BN // 8)
-            acc0, acc1 = _multiply_unit(
-                codes.index(slot), scales.index(slot if NVFP4 else 0), x_ring.index(slot), groups, acc0, acc1,
-                BN, MP, NW, KC, NVFP4, BLOCK_SCALE, mma, ASM_EVEN, ASM_ODD, CONSTRAINTS,
+                if POLL:
+                    gl.store(near_end_ptr + parity, 1, mask=gl.program_id(0) == 0)
+            later = gl.where(later + 1 == pairs, 0, later + 1)
+            if NVFP4:
+                unit_scales = scales.index(slot).load(gl.DotOperandLayout(0, mma, 4))
+            else:
+                unit_scales = 0
+            part0 = acc0
+            part1 = acc1
+            if BLOCK_SCALE:
+                part0 = gl.zeros((BN, MP), gl.float32, layout=mma)
+                part1 = gl.zeros((BN, MP), gl.float32, layout=mma)
+            part0, part1 = _multiply_chunk(
+                even.index(slot), unit_scales, x_even.index(slot), part0, part1,
+                MP, NW, KC, NVFP4, mma, ASM_EVEN, CONSTRAINTS,
             )  # fmt: skip
-            slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
-            next_slot = gl.where(next_slot + 1 == STAGES, 0, next_slot + 1)
+            async_copy.wait_group(2 * DEPTH - 2)
+            block_barrier()
+            if current + DEPTH < stop:
+                _copy_codes(even, w_ptr, current + DEPTH, slot, BN, NW, UNIT, 0)
+                if NVFP4:
+                    _copy_scales(scales, w_ptr, current + DEPTH, slot, BN, NW, UNIT)
+                _copy_x(x_even, x_ptr, later, slot, M, K8, x_stride8, MP, KC, NW, 0)
+            async_copy.commit_group()
+            part0, part1 = _multiply_chunk(
+                odd.index(slot), unit_scales, x_odd.index(slot), part0, part1,
+                MP, NW, KC, NVFP4, mma, ASM_ODD, CONSTRAINTS,
+            )  # fmt: skip
+            if BLOCK_SCALE:
+                group = gl.arange(0, BN, layout=gl.SliceLayout(1, mma)) // 8 + tile * (BN // 8)
+                factor = gl.load(group_scale_ptr + (current - tile * pairs) * (tiles * (BN // 8)) + group)
+                acc0 = acc0 + (part0 + part1) * factor[:, None]
+            else:
+                acc0 = part0
+                acc1 = part1
+            behind = slot
+            slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
         total = acc0 + acc1
-        complete = tile_stop - unit == pairs
-        if not complete:
-            complete, total = _share_tile(
-                total, tile, unit == tile * pairs, units, pairs, partial_ptr, ticket_ptr, M, BN, MP, mma
-            )
-        if complete:
-            _finish(
-                total, tile, scale_ptr, bias_ptr, out_ptr, residual_ptr, M, N, out_stride, residual_stride,
-                BN, MP, EPILOGUE, HAS_BIAS, mma,
-            )  # fmt: skip
+        starts_tile = unit == tile * pairs
+        residual = total
+        if EPILOGUE == "residual" and MP == 8:
+            residual = _load_residual(residual_ptr, tile, starts_tile, M, N, residual_stride, BN, MP, mma)
+        if tile_stop - unit < pairs:
+            total = _share_tile(total, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, M, BN, MP, mma)
+        if starts_tile:
+            # 16 rows leave no registers to hold the residual through the wait.
+            late = residual
+            if EPILOGUE == "residual" and MP == 16:
+                late = _load_residual(residual_ptr, tile, starts_tile, M, N, residual_stride, BN, MP, mma).to(gl.float32)
+            _finish(total, tile, scale, late, bias_ptr, out_ptr, M, N, out_stride, BN, MP, EPILOGUE, HAS_BIAS, mma)
         unit = tile_stop
