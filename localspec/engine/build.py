@@ -30,6 +30,7 @@ from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
 from localspec.runner.runner import Runner
+from localspec.sampling.synthetic import SyntheticAcceptance
 from localspec.scheduler.scheduler import Limits, Scheduler
 
 DEFAULT_CPU_CONTEXT_TOKENS = 8192
@@ -51,6 +52,8 @@ class EngineOptions:
     drafter: str = "auto"
     depth: int | None = None
     max_queued: int = 64
+    synthetic_acceptance: tuple[float, ...] = ()
+    """Marginal rates at which drafts are accepted whatever the model says; benchmarks only."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
     )
     metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
     ring = ResultRing(lag=0 if ops.waits else 1)
-    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set))
+    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options))
     loop = DecodeLoop(stages, scheduler, ring, tuner, metrics)
     return Assembled(loop, metrics, tuner, runner, scheduler)
 
@@ -161,12 +164,15 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     return Built(info, text, assembled)
 
 
-def _device_step(runner: Runner, drafters: DrafterSet) -> DeviceStep:
-    if runner.ops.device.type != "cuda":
-        return EagerStep(runner, drafters)
+def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:
+    device = runner.ops.device
+    rates = options.synthetic_acceptance
+    acceptance = SyntheticAcceptance(rates, device) if rates else None
+    if device.type != "cuda":
+        return EagerStep(runner, drafters, acceptance)
     from localspec.engine.graphs import GraphStep
 
-    return GraphStep(runner, drafters)
+    return GraphStep(runner, drafters, acceptance)
 
 
 def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:

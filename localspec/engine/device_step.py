@@ -16,6 +16,7 @@ from localspec.runner.inputs import Layout, layout_numbers, layout_of
 from localspec.runner.runner import Runner
 from localspec.sampling.accept import accept
 from localspec.sampling.processors import ProcessorPlan
+from localspec.sampling.synthetic import SyntheticAcceptance
 
 
 def position_bound(plan: VerifyPlan) -> int:
@@ -72,9 +73,11 @@ class DeviceStep(Protocol):
 class EagerStep:
     """Calls every stage directly."""
 
-    def __init__(self, runner: Runner, drafters: DrafterSet) -> None:
+    def __init__(self, runner: Runner, drafters: DrafterSet, acceptance: SyntheticAcceptance | None = None) -> None:
+        """`acceptance` forces drafts to be accepted at given rates; benchmarks only."""
         self.runner = runner
         self.drafters = drafters
+        self._acceptance = acceptance
 
     def clock(self) -> StepClock:
         return HostClock()
@@ -92,7 +95,9 @@ class EagerStep:
     ) -> StepResult:
         """The part that a graph captures: device values only."""
         output = self.runner.verify(layout, draft, max_position_bound)
-        result = accept(output.logits, output.rows, draft, self.runner.state, logprobs=logprobs, plan=law)
+        state = self.runner.state
+        rules = self._acceptance(output.rows, draft, state.sampling.seeds) if self._acceptance is not None else None
+        result = accept(output.logits, output.rows, draft, state, logprobs=logprobs, plan=law, rules=rules)
         self.drafters.observe(output.rows, output.forward, self.runner.state)
         return result
 

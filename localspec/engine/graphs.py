@@ -19,6 +19,7 @@ from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import layout_numbers, layout_of
 from localspec.runner.runner import Runner
 from localspec.sampling.processors import ProcessorPlan
+from localspec.sampling.synthetic import SyntheticAcceptance
 
 SMALLEST_BOUND_TOKENS = 1024
 STAGING_BUFFERS = 4
@@ -70,8 +71,8 @@ class EventClock:
 class GraphStep(EagerStep):
     """`EagerStep` whose propose and verify are replays."""
 
-    def __init__(self, runner: Runner, drafters: DrafterSet) -> None:
-        super().__init__(runner, drafters)
+    def __init__(self, runner: Runner, drafters: DrafterSet, acceptance: SyntheticAcceptance | None = None) -> None:
+        super().__init__(runner, drafters, acceptance)
         self._pool = torch.cuda.graph_pool_handle()
         self._proposals: dict[ProposeKey, _Captured[Draft]] = {}
         self._verifications: dict[VerifyKey, tuple[_Captured[StepResult], _Staging]] = {}

@@ -87,7 +87,7 @@ class DecodeLoop:
     def __init__(
         self, stages: Stages, scheduler: Scheduler, ring: ResultRing, tuner: Tuner, metrics: MetricsRecorder
     ) -> None:
-        self._stages = stages
+        self.stages = stages
         self._device = stages.device
         self._scheduler = scheduler
         self._ring = ring
@@ -192,13 +192,13 @@ class DecodeLoop:
 
     def _load(self, admission: Admission) -> None:
         sequence, match = admission.sequence, admission.match
-        runner = self._stages.runner
+        runner = self.stages.runner
         if admission.copy_from_page is not None:
             runner.pool.copy_page(admission.copy_from_page, admission.pages[len(match.pages)])
         snapshot = match.snapshot
         assert snapshot is None or isinstance(snapshot, dict)
         runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot)
-        self._stages.drafters.forget(sequence.slot)
+        self.stages.drafters.forget(sequence.slot)
         self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
         self._send_prefill_news(sequence)
 
@@ -218,7 +218,7 @@ class DecodeLoop:
     def _verify(self, plan: VerifyPlan) -> None:
         wanted = [ticket.request.logprobs for ticket in self._tickets.values() if ticket.request.logprobs is not None]
         samplings = [ticket.request.sampling for ticket in self._tickets.values()]
-        runner = self._stages.runner
+        runner = self.stages.runner
         outcome = run_verify(
             plan, self._device, samplings, runner.model.vocab_size, runner.ops.waits, max(wanted) if wanted else None
         )
@@ -277,7 +277,7 @@ class DecodeLoop:
 
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's tokens and, where the model has one, its state into the prefix tree; free the slot."""
-        scheduler, runner = self._scheduler, self._stages.runner
+        scheduler, runner = self._scheduler, self.stages.runner
         prefilling = sequence.stage is Stage.PREFILL
         snapshot = runner.save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
         slot = sequence.slot
@@ -294,7 +294,7 @@ class DecodeLoop:
         request = sequence.request
         scheduler.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
         if scheduler.needs_state:
-            snapshot: StateSnapshot = self._stages.runner.save_states(sequence.slot)
+            snapshot: StateSnapshot = self.stages.runner.save_states(sequence.slot)
             scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
 
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
@@ -336,7 +336,7 @@ class DecodeLoop:
         for sequence in self._scheduler.active:
             slot = sequence.slot
             self._scheduler.retire(sequence, keep=False)
-            self._stages.runner.release(slot)
+            self.stages.runner.release(slot)
             self._end(sequence, "error" if error else "cancelled", error)
         for sequence in self._scheduler.waiting:
             self._scheduler.cancel(sequence)

@@ -1,4 +1,4 @@
-"""Models of full size without weights on the disk, and drafts accepted at a given rate: for benchmarks only.
+"""Models of full size without weights on the disk: for benchmarks only.
 
 Random weights are made on the device in the form that a compact import would give them, so that memory traffic is real;
 what such a model says means nothing, and every figure from it is shown as synthetic.
@@ -6,17 +6,14 @@ what such a model says means nothing, and every figure from it is shown as synth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from localspec.core.records import Draft, Rows
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight
 from localspec.kernels.weights import DenseWeight, LogicalWeight
-from localspec.sampling.accept import RowRules
-from localspec.sampling.noise import row_keys
 
 KEPT_IN_BF16 = ("embed_tokens.weight", "in_proj_a.weight", "in_proj_b.weight", "mtp.fc.weight")
 
@@ -116,27 +113,6 @@ class SyntheticCheckpoint:
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         values = torch.randn(shape, device=self._device, generator=self._generator)
         return values.to(torch.bfloat16)
-
-
-def synthetic_acceptance(rates: Sequence[float], rows: Rows, draft: Draft, seeds: Tensor) -> RowRules:
-    """Force each draft to be accepted or refused so that position i is reached at the marginal rate `rates[i]`.
-
-    Same path as any other step: the forced token of a row is its draft, or another token where the draft must fail.
-    """
-    num_drafts = draft.token_ids.shape[1]
-    slots = rows.slots.clamp(min=0)
-    if not num_drafts:
-        return RowRules(forced=torch.full_like(rows.slots, -1))
-    offset = torch.arange(rows.slots.shape[0], device=slots.device) - rows.window_starts[slots]
-    conditional = [rate / before for rate, before in zip(rates, (1.0, *rates), strict=False)]
-    conditional += [conditional[-1]] * max(0, num_drafts - len(conditional))
-    chance = torch.tensor(conditional, dtype=torch.float32, device=slots.device)
-    column = offset.clamp(0, num_drafts - 1)
-    drafted = draft.token_ids[slots, column]
-    # 24 bits of the row's noise key as a uniform number.
-    uniform = (row_keys(seeds[slots], rows.positions)[:, 0] & 0xFFFFFF).to(torch.float32) / float(1 << 24)
-    forced = torch.where(uniform < chance[column], drafted, (drafted + 1).clamp(min=1))
-    return RowRules(forced=torch.where((offset < num_drafts) & (drafted >= 0), forced, -1))
 
 
 def _block_shapes(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

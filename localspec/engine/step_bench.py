@@ -1,0 +1,133 @@
+"""Times whole steps of a model on this device: rows, sequences, contexts, prefill, against measured floors.
+
+Used with random weights of full size (`--synthetic`), so it knows shapes and bytes and nothing of what the model says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from localspec.api.types import Sampling
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, VerifyPlan
+from localspec.engine.build import Assembled
+from localspec.sampling.processors import ProcessorPlan
+
+GREEDY = ProcessorPlan.for_requests((), 1)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Median milliseconds of a verify step, and the floor: bytes it must read over the measured read rate."""
+
+    slots: int
+    rows: int
+    context_tokens: int
+    step_ms: float
+    floor_ms: float
+
+    @property
+    def over_floor(self) -> float:
+        return self.step_ms / self.floor_ms
+
+
+class StepBench:
+    """Runs steps on an assembled engine whose loop is not started. The cache's contents do not matter."""
+
+    def __init__(self, parts: Assembled, read_rate_bytes_per_s: float) -> None:
+        self._runner = parts.runner
+        self._stages = parts.loop.stages
+        self._read_rate = read_rate_bytes_per_s
+        self._per_slot_pages = self._runner.state.block_tables.shape[1]
+
+    def verify(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int = 30) -> StepTime:
+        """Time steps of `slots` sequences with `rows_per_slot` rows each at a context length."""
+        for slot in range(slots):
+            self._fill(slot, context_tokens)
+        drafts = rows_per_slot - 1
+        bound = context_tokens + repeats * rows_per_slot + 64
+        plan = VerifyPlan(tuple(SlotPlan(slot, slot + 1, "ngram", drafts, bound) for slot in range(slots)))
+        draft = self._draft(drafts)
+        device = self._stages.device
+        with torch.inference_mode():
+            device.verify(plan, draft, GREEDY, None)
+            times = [self._timed(lambda: device.verify(plan, draft, GREEDY, None)) for _ in range(repeats)]
+        return StepTime(
+            slots, slots * rows_per_slot, context_tokens, median(times), self._floor_ms(slots, context_tokens)
+        )
+
+    def prefill_tok_per_s(self, prompt_tokens: int, chunk_tokens: int) -> float:
+        """Rate of reading a prompt of random tokens in chunks."""
+        self._fill(0, prompt_tokens + 1)
+        plans = [
+            PrefillPlan(0, 1, start, min(start + chunk_tokens, prompt_tokens), "off")
+            for start in range(0, prompt_tokens, chunk_tokens)
+        ]
+        with torch.inference_mode():
+            self._stages.device.prefill(plans[0])
+            seconds = self._timed(lambda: self._read(plans)) / 1e3
+        return prompt_tokens / seconds
+
+    def _read(self, plans: Sequence[PrefillPlan]) -> None:
+        for plan in plans:
+            self._stages.device.prefill(plan)
+
+    def _fill(self, slot: int, length: int) -> None:
+        vocab = self._runner.model.vocab_size
+        prompt = tuple((7919 * i + slot) % min(vocab, 30000) for i in range(length))
+        pages = [1 + slot * self._per_slot_pages + index for index in range(-(-(length + 1024) // PAGE_TOKENS))]
+        request = Request("", prompt, Sampling(), slot, 1 << 20, ())
+        self._runner.admit(slot, request, pages[: self._per_slot_pages], None)
+
+    def _draft(self, width: int) -> Draft:
+        device = self._runner.ops.device
+        tokens = torch.arange(MAX_SLOTS * width, device=device).reshape(MAX_SLOTS, width) % 1000
+        counts = torch.full((MAX_SLOTS,), width, dtype=torch.int64, device=device)
+        return Draft(tokens, torch.zeros_like(tokens), counts, ("ngram",))
+
+    def _floor_ms(self, slots: int, context_tokens: int) -> float:
+        """Weights once; keys and values of the context and the recurrent state read once, the state written once."""
+        model = self._runner.model
+        states = sum(state.total_bytes for state in model.cache_spec.states if not state.ring_rows)
+        per_slot = context_tokens * model.cache_spec.bytes_per_token + 2 * states
+        return (model.read_bytes_per_token + slots * per_slot) / self._read_rate * 1e3
+
+    def _timed(self, function: Callable[[], object]) -> float:
+        device = self._runner.ops.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) * 1e3
+
+
+def matmul_rate_flop_per_s(device: torch.device, size: int = 8192, repeats: int = 8) -> float:
+    """Best rate of a square bf16 matmul on random data."""
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def step_table(times: Sequence[StepTime]) -> str:
+    """Steps for people."""
+    lines = [f"{'slots':>5} {'rows':>4} {'context':>8} {'step ms':>8} {'floor ms':>8} {'ratio':>6}"]
+    lines += [
+        f"{t.slots:>5} {t.rows:>4} {t.context_tokens:>8} {t.step_ms:>8.3f} {t.floor_ms:>8.3f} {t.over_floor:>6.2f}"
+        for t in times
+    ]
+    return "\n".join(lines)
