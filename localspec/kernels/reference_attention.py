@@ -49,12 +49,13 @@ def paged_attention(
     """
     out = torch.zeros_like(q)
     begins, ends = key_begin.tolist(), key_end.tolist()
+    q = q.float() * scale
     for first, last in _row_blocks(slots):
         split_range = min(begins[first:last]) // SPLIT_KEYS, -(-max(ends[first:last]) // SPLIT_KEYS)
         pages = block_tables[slots[first], : split_range[1] * SPLIT_PAGES].tolist()
         runs = _runs(pages, split_range, k_pages.shape[0])
         bounds = begins[first:last], ends[first:last]
-        out[first:last] = _attend(q[first:last].float() * scale, (k_pages, v_pages), pages, runs, bounds)
+        out[first:last] = _attend(q[first:last], (k_pages, v_pages), pages, runs, bounds)
     return out
 
 
@@ -113,7 +114,7 @@ def _attend(
     for run in runs:
         key = _keys(pools[0], pages, run)
         for head, target in enumerate(scores[:, run.first - first_split : run.last - first_split]):
-            torch.bmm(grouped[head].expand(len(key), -1, -1), key[:, :, head].transpose(1, 2), out=target)
+            torch.bmm(grouped[head].expand(len(key), -1, -1), key[:, :, head].mT, out=target)
     _hide_keys(scores, bounds, first_split, group)
     weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
     parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)

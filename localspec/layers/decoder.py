@@ -6,10 +6,11 @@ Knows no config; a model file builds the layers and hands them over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Forward, HiddenNeeds, Rows
@@ -85,14 +86,18 @@ class Decoder:
         """See `models.Model.forward`. Raises ValueError for a layer output that does not exist."""
         if needs.layer_outputs and not 0 <= min(needs.layer_outputs) <= max(needs.layer_outputs) < self.num_layers:
             raise ValueError(f"layer outputs {needs.layer_outputs} were asked for; there are {self.num_layers} layers")
+        num_rows = len(rows.token_ids)
+        if self.ops.waits:
+            # Padded once here, such a back end need not pad every product of the pass.
+            rows = _pad_rows(rows, self.ops.prefill_row_multiple)
         step = LayerStep.of(rows, cache)
         x = self.embed(rows.token_ids)
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             x = layer.mlp.forward(self.ops, layer.mixer.forward(self.ops, x, step))
             if index in needs.layer_outputs:
-                outputs[index] = x
-        return Forward(self.ops.rms_norm(x, self.final_norm), outputs)
+                outputs[index] = x[:num_rows]
+        return Forward(self.ops.rms_norm(x[:num_rows], self.final_norm), outputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> [R, V] float32; padding ids are -inf."""
@@ -109,3 +114,16 @@ class Decoder:
         """See `models.Model.fold`."""
         for layer in self.layers:
             layer.mixer.fold(self.ops, cache, pending_rows)
+
+
+def _pad_rows(rows: Rows, multiple: int) -> Rows:
+    """The rows with padding (slot -1) behind them up to a multiple."""
+    missing = -len(rows.token_ids) % multiple
+    if not missing:
+        return rows
+    return replace(
+        rows,
+        token_ids=pad(rows.token_ids, (0, missing)),
+        positions=pad(rows.positions, (0, missing)),
+        slots=pad(rows.slots, (0, missing), value=-1),
+    )

@@ -6,7 +6,7 @@ Computes in float32. A row's bits are the same in all windows and chunks; how th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,6 @@ from localspec.kernels.weights import LogicalWeight
 PRIORITY = 0
 FLOAT32_BYTES = 4
 E4M3_MAX = 448.0
-PAGE_BITS = PAGE_TOKENS.bit_length() - 1
 
 
 def supports(device: str) -> str | None:
@@ -88,8 +87,9 @@ class ReferenceOps:
             raise ValueError(f"a {type(weight).__name__} was packed by another back end")
         if (epilogue == "silu_mul") != weight.gated or (epilogue == "residual") != (residual is not None):
             raise ValueError("silu_mul needs a gated weight, and the residual epilogue a residual")
-        num_rows = x.shape[0]
-        x = functional.pad(x.float(), (0, 0, 0, -num_rows % ROW_MULTIPLE))
+        num_rows, x = x.shape[0], x.float()
+        if num_rows % ROW_MULTIPLE:
+            x = functional.pad(x, (0, 0, 0, -num_rows % ROW_MULTIPLE))
         if norm is not None:
             x = _rms_norm(x, norm)
         out = multiply(x, weight.matrix)[:num_rows]
@@ -122,16 +122,15 @@ class ReferenceOps:
         return turned.to(x.dtype)
 
     def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
-        """See `Ops.store_kv`. Padding rows write to page 0, which belongs to no sequence."""
-        real = paging.slots >= 0
-        positions = positions * real
-        numbers = paging.block_tables[paging.slots.clamp_min(0), positions >> PAGE_BITS] * real
-        rows = numbers.long() * PAGE_TOKENS + (positions & (PAGE_TOKENS - 1))
-        rounded, pool = values.to(pages.dtype), pages.flatten(0, 1)
+        """See `Ops.store_kv`. Padding rows write nothing."""
         if pages.dtype == torch.float8_e4m3fn:
-            # Saturated by hand, as PyTorch versions differ; and copied as bytes, as it cannot index this dtype.
-            rounded, pool = values.clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype).view(torch.uint8), pool.view(torch.uint8)
-        pool.index_copy_(0, rows, rounded)
+            # By hand, as PyTorch versions differ in what becomes of larger values.
+            values = values.clamp(-E4M3_MAX, E4M3_MAX)
+        slots, places = paging.slots.tolist(), positions.tolist()
+        for first, last in _page_runs(slots, places):
+            page = int(paging.block_tables[slots[first], places[first] // PAGE_TOKENS])
+            offset = places[first] % PAGE_TOKENS
+            pages[page, offset : offset + last - first].copy_(values[first:last])
 
     def attention(
         self,
@@ -162,6 +161,18 @@ class ReferenceOps:
     def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
         """See `Ops.gdn_fold`."""
         reference_gdn.gdn_fold(state, pending_rows)
+
+
+def _page_runs(slots: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that lie one after the other in one page of one slot; padding rows are left out."""
+    first = 0
+    for row in range(1, len(slots) + 1):
+        goes_on = row < len(slots) and slots[row] == slots[first] and positions[row] == positions[row - 1] + 1
+        if goes_on and positions[row] % PAGE_TOKENS:
+            continue
+        if slots[first] >= 0:
+            yield first, row
+        first = row
 
 
 def _rms_norm(x: Tensor, norm: Norm) -> Tensor:
