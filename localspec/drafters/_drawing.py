@@ -13,8 +13,8 @@ from torch import Tensor
 from localspec.core.records import Draft
 from localspec.core.state import SequenceState
 from localspec.drafters import Depths
+from localspec.sampling.candidates import RowParameters, kept_candidates
 from localspec.sampling.noise import gumbel, row_keys
-from localspec.sampling.processors import RowParameters, kept_candidates
 
 NUM_CANDIDATES = 256
 

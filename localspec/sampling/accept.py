@@ -15,8 +15,9 @@ from torch import Tensor
 from localspec.api.types import TARGET_ORIGIN
 from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SequenceState
+from localspec.sampling.candidates import RowParameters
 from localspec.sampling.noise import row_keys
-from localspec.sampling.processors import Law, ProcessorPlan, RowParameters, adjust, law
+from localspec.sampling.processors import Law, ProcessorPlan, adjust, law
 from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2

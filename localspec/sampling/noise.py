@@ -33,12 +33,19 @@ def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     their probability. On the CPU the logarithms run in float64: there a float32 logarithm may differ in its last bit
     between the vector loop and its tail, and a row's noise would depend on its neighbours.
     """
+    if keys.device.type == "cpu":
+        # Row by row: the temporaries of one row stay in the cache.
+        rows = [_gumbel64(keys[row : row + 1], ids if ids.ndim == 1 else ids[row]) for row in range(keys.shape[0])]
+        return torch.cat(rows)
     bits = _hash32(keys, ids) & 0x7FFFFFFF
-    if bits.device.type == "cpu":
-        wide = bits.to(torch.float64).add_(0.5).mul_(-(2.0**-31))
-        return wide.log1p_().neg_().log_().neg_().to(torch.float32)
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_FLOAT32_BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _gumbel64(keys: Tensor, ids: Tensor) -> Tensor:
+    """keys [1, 2], ids [n] -> [1, n] float32, computed in float64."""
+    wide = (_hash32(keys, ids) & 0x7FFFFFFF).to(torch.float64).add_(0.5).mul_(-(2.0**-31))
+    return wide.log1p_().neg_().log_().neg_().to(torch.float32)
 
 
 def _mix64(x: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """From logits to the law that a token is drawn from, exactly and for each row on its own.
 
 Order: grammar mask, bias, penalties (each row also counts the drafts before it), temperature, min-p, top-k, top-p.
-Slots with different parameters share one call, and a row's result depends on nothing but that row: probability mass
-is summed as integers (any order gives the same sum) and candidates are ordered by (logit, lower id first).
-Knows nothing of acceptance.
+Slots with different parameters share one call, and a row's result depends on nothing but that row. Knows nothing of
+acceptance.
 """
 
 from __future__ import annotations
@@ -17,12 +16,18 @@ from torch import Tensor
 from localspec.api.types import Sampling
 from localspec.core.records import Draft, Rows
 from localspec.core.state import SamplingTable
+from localspec.sampling.candidates import (
+    ID_MASK,
+    RowParameters,
+    few_on_host,
+    kept_candidates,
+    mass_floor,
+    masses,
+    ordered,
+)
 from localspec.sampling.noise import gumbel
 
 FEW_CANDIDATES = 128
-_MASS_ONE = 2**34
-"""Mass of the best token; a vocabulary of 2^18 tokens sums below 2^53, so that float64 holds every sum exactly."""
-_ID_MASK = 0xFFFFFFFF
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -61,21 +66,6 @@ class ProcessorPlan:
 
 
 @dataclass(frozen=True)
-class RowParameters:
-    """Sampling parameters of each row. temperature, top_p, min_p: [R] float32; top_k: [R] int64 (0: off)."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @classmethod
-    def gather(cls, table: SamplingTable, slots: Tensor) -> RowParameters:
-        """Parameters of rows with the given slots [R] int64, all at or above 0."""
-        return cls(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots])
-
-
-@dataclass(frozen=True)
 class Law:
     """values [R, n] float32: logits of the law, -inf where refused; ids [R, n] int64 or None when column = id.
 
@@ -97,7 +87,7 @@ class Law:
         else:
             noisy = self.values + gumbel(keys, self.ids)
             best = noisy == noisy.amax(dim=1, keepdim=True)
-            drawn = torch.where(best, self.ids, _ID_MASK).amin(dim=1)
+            drawn = torch.where(best, self.ids, ID_MASK).amin(dim=1)
         return torch.where(self.is_greedy, self.greedy, drawn)
 
     def log_probabilities(self, vocab_size: int) -> Tensor:
@@ -132,62 +122,22 @@ def law(adjusted: Tensor, parameters: RowParameters, plan: ProcessorPlan) -> Law
     if not plan.sampled:
         return Law(adjusted, None, adjusted.argmax(dim=1), None)
     is_greedy = parameters.temperature <= 0
-    scaled = adjusted / torch.where(is_greedy, 1.0, parameters.temperature)[:, None]
-    # Rounding in the division may join two logits; the greedy token is taken from before it.
-    greedy = adjusted.argmax(dim=1)
+    divisor = torch.where(is_greedy, 1.0, parameters.temperature)[:, None]
     if not plan.num_candidates:
+        scaled = adjusted / divisor
         if plan.min_p:
-            refused = (_masses(scaled) < _floor(parameters)) & ~is_greedy[:, None]
-            scaled = scaled.masked_fill(refused, -torch.inf)
-        return Law(scaled, None, greedy, is_greedy)
-    values, ids = _ordered(scaled, plan.num_candidates)
-    kept = kept_candidates(values, parameters, scaled.shape[1])
-    return Law(torch.where(kept | is_greedy[:, None], values, -torch.inf), ids, greedy, is_greedy)
-
-
-def kept_candidates(values: Tensor, parameters: RowParameters, vocab_size: int) -> Tensor:
-    """values [R, n] in falling order -> [R, n] bool: min-p, then top-k, then top-p; the best token always stays."""
-    rank = torch.arange(values.shape[1], device=values.device)
-    masses = _masses(values)
-    top_k = torch.where(parameters.top_k > 0, parameters.top_k, vocab_size)
-    kept = (masses >= _floor(parameters)) & (rank < top_k[:, None])
-    masses = torch.where(kept, masses, 0)
-    through = masses.cumsum(dim=1)
-    needed = parameters.top_p.to(torch.float64)[:, None] * through[:, -1:].to(torch.float64)
-    kept &= ((through - masses).to(torch.float64) < needed) | (parameters.top_p >= 1)[:, None]
-    return kept | (rank == 0)
-
-
-def _floor(parameters: RowParameters) -> Tensor:
-    """[R, 1] int64: least mass that min-p lets through (min-p is a share of the best token's probability)."""
-    return (parameters.min_p.to(torch.float64) * _MASS_ONE).to(torch.int64)[:, None]
-
-
-def _masses(scaled: Tensor) -> Tensor:
-    """[R, n] float32 -> [R, n] int64 probability relative to the row's best token, in units of 1 / _MASS_ONE."""
-    best = scaled.amax(dim=1, keepdim=True).clamp(min=-_LARGEST)
-    below = scaled - best
-    if below.device.type == "cpu":
-        below = below.to(torch.float64)
-    return (below.exp().to(torch.float64) * _MASS_ONE).to(torch.int64)
-
-
-def _ordered(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of each row: values [R, count] falling, ids [R, count]; equal values by rising id.
-
-    Sorts integers that hold logit and id, so that no two are equal and the order is the same on every device.
-    """
-    bits = scaled.contiguous().view(torch.int32)
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(scaled.shape[1], device=scaled.device)
-    keys = (rising.to(torch.int64) << 32) | (_ID_MASK - ids)
-    if count < scaled.shape[1]:
-        keys = keys.topk(count, dim=1).values
+            refused = (masses(scaled) < mass_floor(parameters)) & ~is_greedy[:, None]
+            scaled = scaled.masked_fill_(refused, -torch.inf)
+        # Rounding in the division may join two logits; the greedy token is taken from before it.
+        return Law(scaled, None, adjusted.argmax(dim=1), is_greedy)
+    few = few_on_host(adjusted, parameters, divisor) if adjusted.device.type == "cpu" else None
+    if few is not None:
+        values, ids, kept = few
     else:
-        keys = keys.sort(dim=1, descending=True).values
-    rising = (keys >> 32).to(torch.int32)
-    values = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
-    return values, _ID_MASK - (keys & _ID_MASK)
+        values, ids = ordered(adjusted, plan.num_candidates)
+        values = values / divisor
+        kept = kept_candidates(values, parameters, adjusted.shape[1])
+    return Law(torch.where(kept | is_greedy[:, None], values, -torch.inf), ids, ids[:, 0], is_greedy)
 
 
 def _penalise(adjusted: Tensor, rows: Rows, draft: Draft, table: SamplingTable, slots: Tensor) -> Tensor:
