@@ -1,0 +1,1 @@
+"""Getting models: catalogue, downloads, conversion to our layout, what is installed. Knows no engine."""

@@ -1,0 +1,1 @@
+"""Parts that models are built from. They know weights, caches and operations; no config files, no requests."""

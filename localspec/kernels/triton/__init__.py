@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA cards, one operation a file. Only this package and its back ends import triton."""
