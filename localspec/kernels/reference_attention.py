@@ -112,17 +112,18 @@ def _attend(
     grouped[:, 0, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     scores = q.new_empty(num_kv_heads, num_splits, padded, SPLIT_KEYS)
     for run in runs:
-        key = _keys(pools[0], pages, run)
-        for head, target in enumerate(scores[:, run.first - first_split : run.last - first_split]):
-            torch.bmm(grouped[head].expand(len(key), -1, -1), key[:, :, head].mT, out=target)
+        keys = _keys(pools[0], pages, run).permute(2, 0, 3, 1)  # [Hkv, splits of the run, D, 256]
+        target = scores[:, run.first - first_split : run.last - first_split]
+        for out_head, q_head, key in zip(target, grouped.expand(-1, keys.shape[1], -1, -1), keys, strict=True):
+            torch.bmm(q_head, key, out=out_head)
     _hide_keys(scores, bounds, first_split, group)
     weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
     parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)
     for run in runs:
-        value = _keys(pools[1], pages, run)
+        values = _keys(pools[1], pages, run).permute(2, 0, 1, 3)  # [Hkv, splits of the run, 256, D]
         span = slice(run.first - first_split, run.last - first_split)
-        for head in range(num_kv_heads):
-            torch.bmm(weights[head, span], value[:, :, head], out=parts[head, span])
+        for out_head, weight, value in zip(parts[:, span], weights[:, span], values, strict=True):
+            torch.bmm(weight, value, out=out_head)
     out = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
     rows = out[:, : num_rows * group].view(num_kv_heads, num_rows, group, head_dim)
     return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
