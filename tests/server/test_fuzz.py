@@ -64,7 +64,7 @@ VALUE = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(ROUTES), st.dictionaries(st.sampled_from(NAMES), VALUE, max_size=5), st.booleans())
 def test_no_request_is_answered_with_a_500(route: str, body: dict[str, Any], helped: bool) -> None:
     if helped:  # most bodies would fall over a missing prompt
@@ -85,7 +85,7 @@ def test_no_request_is_answered_with_a_500(route: str, body: dict[str, Any], hel
         assert error if isinstance(error, str) else error["message"], reply.text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(ALPHABET), max_size=10), st.integers(0, 1000), st.integers(1, 9), st.booleans())
 def test_any_run_length_gives_the_whole_reply(parts: list[str], seed: int, max_run: int, thinks: bool) -> None:
     script = Script((Reply("".join(parts), thought_is_open=thinks),), seed=seed, max_run=max_run)

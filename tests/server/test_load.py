@@ -16,7 +16,7 @@ def test_bad_clients_disturb_nobody() -> None:
         sys.executable,
         "scripts/soak_port.py",
         "--seconds",
-        "8",
+        "5",
         "--streams",
         "8",
         "--bad",

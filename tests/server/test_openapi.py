@@ -32,7 +32,7 @@ schema.app = app()
 
 
 @schema.parametrize()
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_port_keeps_to_its_description(case: object) -> None:
     case.call_and_validate(checks=CHECKS)  # type: ignore[attr-defined]
 

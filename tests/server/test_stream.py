@@ -122,7 +122,7 @@ ALPHABET = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_any_text_gives_the_same_for_any_cut(data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(ALPHABET), max_size=12)))
