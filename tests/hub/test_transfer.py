@@ -10,13 +10,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from hub_fake_server import FakeHub, Fault, running, sha256
 
 from localspec.hub.ranges import Span, SpanLedger
 from localspec.hub.records import HubError, HubSettings
 from localspec.hub.transfer import Transfer
-from localspec.hub.web import CorruptFile, FileChanged, NotThere, RemoteFile, SourceUnavailable, make_client, probe
+from localspec.hub.web import (
+    CorruptFile,
+    FileChanged,
+    NotThere,
+    RemoteFile,
+    SourceUnavailable,
+    check_response,
+    make_client,
+    probe,
+)
 
 SETTINGS = HubSettings(
     connect_timeout_s=1.0, stall_timeout_s=0.4, n_connections=3, max_attempts=3, backoff_s=0.01, range_bytes=100_000
@@ -266,3 +276,11 @@ def test_token_does_not_cross_to_the_second_host(hub: FakeHub, tmp_path: Path) -
     assert {r.authorization for r in hub.log if r.path.startswith("/cdn/")} == {None}
     assert {r.authorization for r in hub.log if "/resolve/" in r.path} == {"Bearer secret"}
     assert "secret" not in repr(remote)
+
+
+def test_a_redirect_out_of_https_is_refused() -> None:
+    response = httpx.Response(200, request=httpx.Request("GET", "http://cdn.example/x"))
+    check_response(response, RemoteFile("x", "http://hub.example/x"))
+    response.history = [httpx.Response(302, request=httpx.Request("GET", "https://hub.example/x"))]
+    with pytest.raises(HubError, match=r"hub\.example redirects from https to plain http"):
+        check_response(response, RemoteFile("x", "https://hub.example/x"))
