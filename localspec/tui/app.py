@@ -51,7 +51,7 @@ class LocalspecApp(App[None]):
         before = gc.get_threshold()
         gc.set_threshold(20_000, 20, 200)
         try:
-            await super().run_async(**options)
+            return await super().run_async(**options)
         finally:
             gc.set_threshold(*before)
 

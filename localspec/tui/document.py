@@ -11,6 +11,7 @@ from localspec.tui.markdown import LABEL_STYLE, MarkdownRenderer, code_label
 from localspec.tui.wrap import wrap_text
 
 _OPEN_FENCE = re.compile(r" {0,3}(?:`{3,}|~{3,})[ ]*([^\s`]*)[^\n]*\n?")
+_FENCE_END = re.compile(r"(?:^|\n) {0,3}(?:`{3,}|~{3,}) *\n*$")
 _BLANK = Strip([], 0)
 
 
@@ -61,5 +62,5 @@ def _open_strips(text: str, width: int) -> list[Strip]:
     if fence is None:
         return wrap_text(text.rstrip("\n"), width)
     label = wrap_text(code_label(fence.group(1), width), width, LABEL_STYLE)
-    code = text[fence.end() :]
+    code = _FENCE_END.sub("", text[fence.end() :])
     return [*label, *wrap_text(code.rstrip("\n"), width)] if code.strip() else label

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from localspec.chats import Chat, Hit
 from localspec.tui.screens.pick import Row
-from localspec.tui.text import clean
+from localspec.tui.text import clean_line
 
 
 def age_text(seconds: float) -> str:
@@ -27,7 +27,7 @@ def chat_rows(chats: Iterable[Chat], typed: str, now_s: float) -> list[Row]:
     words = typed.casefold().split()
     rows = []
     for chat in chats:
-        title = clean(chat.title) or "(no title)"
+        title = clean_line(chat.title) or "(no title)"
         if all(word in title.casefold() for word in words):
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append(f"{age_text(now_s - chat.updated_s):>7}  ", "dim")
@@ -44,11 +44,11 @@ def hit_rows(hits: Iterable[Hit]) -> list[Row]:
     rows = []
     for hit in hits:
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(f"{clean(hit.chat_title)[:24]:<24}  ", "dim")
+        text.append(f"{clean_line(hit.chat_title)[:24]:<24}  ", "dim")
         for part in " ".join(hit.snippet.split()).split("\x02"):
             bold, mark, rest = part.partition("\x03")
-            text.append(clean(bold), "bold underline" if mark else "")
-            text.append(clean(rest))
+            text.append(clean_line(bold), "bold underline" if mark else "")
+            text.append(clean_line(rest))
         rows.append(Row(f"{hit.chat_id}:{hit.message_id}", text))
     return rows
 
@@ -60,7 +60,7 @@ def model_rows(models: Iterable[tuple[str, str]], current: str, typed: str) -> l
         if typed.casefold() in name.casefold():
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append("● " if name == current else "  ")
-            text.append(clean(name), "bold")
-            text.append(f"  {clean(note)}", "dim")
+            text.append(clean_line(name), "bold")
+            text.append(f"  {clean_line(note)}", "dim")
             rows.append(Row(name, text))
     return rows

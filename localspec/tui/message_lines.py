@@ -13,7 +13,7 @@ from localspec.chats import Stored
 from localspec.tui.document import StreamedDocument
 from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.origins import REFUSED, REFUSED_COUNT, TARGET, style_of
-from localspec.tui.text import clean, percent, seconds_text, short_count
+from localspec.tui.text import clean, clean_line, percent, seconds_text, short_count
 from localspec.tui.wrap import Run, wrap_runs, wrap_text
 
 _BLANK = Strip([], 0)
@@ -83,12 +83,12 @@ class MessageLines:
             yield from self._markdown(look)
         note = self._ending()
         if note:
-            yield from wrap_text(note, look.width, _NOTE)
+            yield from wrap_text(clean(note), look.width, _NOTE)
         yield _BLANK
 
     def _header(self, width: int) -> Strip:
         message = self._message
-        name = _NAMES.get(message.role) or message.model_id or "Assistant"
+        name = _NAMES.get(message.role) or clean_line(message.model_id) or "Assistant"
         segments = [Segment(name, _HEADER.get(message.role, Style(bold=True)))]
         number, count = self._siblings
         if count > 1:
@@ -187,9 +187,12 @@ def _pieces(message: Stored) -> Iterator[tuple[str, Style | None, int]]:
     texts = {"thinking": message.reasoning, "answer": message.content}
     at = {"thinking": 0, "answer": 0}
     refusals = list(message.rejections)
-    position = 0
+    position, before = 0, ""
     for count, origin, phase in message.spans:
         kind = "thinking" if phase == "thinking" else "answer"
+        if before and kind != before:
+            yield "\n\n", None, 0
+        before = kind
         text, style = texts[kind][at[kind] : at[kind] + count], style_of(origin)
         at[kind] += count
         start, refused = 0, 0

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from localspec.api.types import DrafterMetrics, MetricsSnapshot, ModelInfo
 from localspec.tui.origins import style_of
-from localspec.tui.text import bar, bytes_text, clean, percent, short_count, sparkline
+from localspec.tui.text import bar, bytes_text, clean_line, percent, short_count, sparkline
 
 _TITLE = Style(bold=True)
 _DIM = Style(dim=True)
@@ -104,11 +104,12 @@ def strip_lines(state: PanelState, width: int) -> list[Text]:
     now, rate = state.now, acceptance(state.now.drafters)
     first = Text.assemble((_model_name(state), _STRONG))
     if now.state != "ready":
-        first.append(f"  {now.state}: {clean(now.stage)}" if now.stage else f"  {now.state}")
-    else:
-        first.append(f"  {_drafter_text(now)}  accepted {percent(rate) if rate is not None else '–'}")
-        if now.mean_accepted_run:
-            first.append(f"  {now.mean_accepted_run:.2f} a step")
+        first.append(f"  {now.state}: {clean_line(now.stage)}" if now.stage else f"  {now.state}")
+        first.truncate(width, overflow="ellipsis")
+        return [first, Text()]
+    first.append(f"  {_drafter_text(now)}  accepted {percent(rate) if rate is not None else '–'}")
+    if now.mean_accepted_run:
+        first.append(f"  {now.mean_accepted_run:.2f} a step")
     second = Text.assemble((f"{now.tok_per_s:.1f} tok/s", _STRONG), f"  {speedup_text(now)}")
     if now.context_limit_tokens:
         used, limit = now.context_used_tokens, now.context_limit_tokens
@@ -121,7 +122,7 @@ def strip_lines(state: PanelState, width: int) -> list[Text]:
 
 
 def _model_name(state: PanelState) -> str:
-    name = clean(state.model.id if state.model else state.now.model_id) or "no model yet"
+    name = clean_line(state.model.id if state.model else state.now.model_id) or "no model yet"
     return f"{name} (demo)" if state.model is not None and state.model.demo else name
 
 
@@ -129,24 +130,24 @@ def _model_lines(state: PanelState, width: int) -> Iterator[Text]:
     now, model = state.now, state.model
     yield Text(_model_name(state), style=_STRONG)
     if model is not None and model.note:
-        yield from _wrapped(clean(model.note), width, _DIM)
+        yield from _wrapped(clean_line(model.note), width, _DIM)
     if now.state != "ready":
-        yield from _wrapped(f"{now.state}: {clean(now.stage)}" if now.stage else now.state, width)
+        yield from _wrapped(f"{now.state}: {clean_line(now.stage)}" if now.stage else now.state, width)
     elif now.device:
-        yield from _wrapped(clean(now.device), width, _DIM)
+        yield from _wrapped(clean_line(now.device), width, _DIM)
     if state.private:
         yield Text("private chat: nothing is written")
 
 
 def _drafter_text(now: MetricsSnapshot) -> str:
-    name = clean(now.drafter)
+    name = clean_line(now.drafter)
     return f"{name} · depth {now.depth}" if now.drafter != "off" else "off"
 
 
 def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     yield Text(_drafter_text(now), style=_STRONG)
     if now.drafter_reason:
-        yield from _wrapped(clean(now.drafter_reason), width, _DIM)
+        yield from _wrapped(clean_line(now.drafter_reason), width, _DIM)
     rate = acceptance(now.drafters)
     if rate is None:
         yield Text("no draft yet", style=_DIM)
@@ -157,7 +158,7 @@ def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     for drafter in now.drafters:
         if drafter.drafted_tokens:
             counts = f"{short_count(drafter.accepted_tokens)}/{short_count(drafter.drafted_tokens)}"
-            name = (clean(drafter.name), style_of(drafter.name))
+            name = (clean_line(drafter.name), style_of(drafter.name))
             yield Text.assemble(name, f" {percent(drafter.acceptance_rate)} {counts}")
 
 
@@ -192,22 +193,22 @@ def _memory_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     for name, size_bytes in now.memory_bytes.items():
         if size_bytes:
             share = (bar(size_bytes / total, max(1, width - 20)), _BAR)
-            yield Text.assemble(f"{clean(name)[:8]:<8} ", share, f" {bytes_text(size_bytes):>9}")
+            yield Text.assemble(f"{clean_line(name)[:8]:<8} ", share, f" {bytes_text(size_bytes):>9}")
 
 
 def _tier_lines(now: MetricsSnapshot) -> Iterator[Text]:
     for name, value in (*now.tiers.items(), *now.storage.items()):
-        yield Text(f"{clean(name)}: {value:.4g}", style=_DIM)
+        yield Text(f"{clean_line(name)}: {value:.4g}", style=_DIM)
 
 
 def _request_lines(state: PanelState) -> Iterator[Text]:
     now = state.now
     yield Text(f"{now.active_requests} running · {now.queued_requests} waiting")
     if state.address:
-        yield Text(clean(state.address), style=_DIM)
+        yield Text(clean_line(state.address), style=_DIM)
     for client in now.clients:
         rate = f" {percent(client.accepted_tokens / client.drafted_tokens)}" if client.drafted_tokens else ""
-        yield Text(f"{clean(client.name)}: {short_count(client.completion_tokens)} tokens{rate}", style=_DIM)
+        yield Text(f"{clean_line(client.name)}: {short_count(client.completion_tokens)} tokens{rate}", style=_DIM)
 
 
 def _wrapped(text: str, width: int, style: Style | None = None) -> Iterator[Text]:

@@ -17,6 +17,11 @@ def clean(text: str) -> str:
     return _CONTROL.sub("\ufffd", text.replace("\r", "")) if not text.isprintable() else text
 
 
+def clean_line(text: str) -> str:
+    """The same for text that must stay on one line."""
+    return " ".join(clean(text).split()) if not text.isprintable() else text
+
+
 def short_count(number: float) -> str:
     """`950`, `1.2k`, `32k`, `1.5M`."""
     if number < 1000:

@@ -68,9 +68,14 @@ class LivePanel(Widget):
             if self._base is None:
                 self._base = self.rich_style
             base, width = self._base, self.size.width
-            text = self._lines[y].render(_CONSOLE) if y < len(self._lines) else []
+            line = self._lines[y] if y < len(self._lines) else Text()
+            # `Text.render` leaves out the style of a text without spans.
+            line_style = base + _CONSOLE.get_style(line.style)
+            text = line.render(_CONSOLE, end="")
             segments = [Segment(" " * MARGIN, base)]
-            segments += [Segment(s.text, base + s.style if s.style else base) for s in text if s.text != "\n"]
+            segments += [
+                Segment(s.text, line_style + s.style if s.style else line_style) for s in line.render(_CONSOLE, end="")
+            ]
             for line_filter in self.get_line_filters():
                 segments = line_filter.apply(segments, self.background_colors[1])
             strip = Strip(segments).adjust_cell_length(width, segments[0].style)
