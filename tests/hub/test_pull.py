@@ -34,7 +34,7 @@ from localspec.hub.catalogue import (
     entry_for_repo,
     load_catalogue,
 )
-from localspec.hub.local import list_installed
+from localspec.hub.local import list_installed, remove, verify
 from localspec.hub.pull import drafters_directory, pull
 from localspec.hub.records import HubError, HubSettings, PullProgress
 from localspec.hub.web import SourceUnavailable
@@ -529,6 +529,26 @@ def test_damaged_pins_are_said_and_made_anew(hub: FakeHub, tmp_path: Path, damag
     pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), seen.append, force=True)
     assert any("pins.json" in p.message for p in seen if p.stage == "note")
     assert pins.read_text() == whole
+
+
+def test_across_disks_cached_files_stay_and_are_linked(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    hub.files, hub.lfs = checkpoint(), {"model.safetensors"}
+    weights = hub.files["model.safetensors"]
+    cache_file(tmp_path / "cache", "model.safetensors", weights, lfs=True)
+    monkeypatch.setattr(os, "link", refuse)
+    settings = settings_for(hub, hub_cache_dir=str(tmp_path / "cache"))
+    directory = Path(pull(entry_for_repo("acme/tiny"), tmp_path, settings).directory)
+    blob = tmp_path / "cache" / "models--acme--tiny" / "blobs" / sha256(weights)
+    assert blob.read_bytes() == weights and (directory / "model.safetensors").is_symlink()
+    assert not (directory / "config.json").is_symlink()
+    assert verify(tmp_path, "tiny") == ()
+    remove(tmp_path, "tiny")
+    assert blob.read_bytes() == weights
 
 
 def test_busy_hub_is_asked_again(hub: FakeHub, tmp_path: Path) -> None:
