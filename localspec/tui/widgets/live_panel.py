@@ -71,7 +71,6 @@ class LivePanel(Widget):
             line = self._lines[y] if y < len(self._lines) else Text()
             # `Text.render` leaves out the style of a text without spans.
             line_style = base + _CONSOLE.get_style(line.style)
-            text = line.render(_CONSOLE, end="")
             segments = [Segment(" " * MARGIN, base)]
             segments += [
                 Segment(s.text, line_style + s.style if s.style else line_style) for s in line.render(_CONSOLE, end="")
