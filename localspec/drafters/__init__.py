@@ -20,6 +20,7 @@ from localspec.core.state import Cache, SequenceState
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Ops
 from localspec.models import Model
+from localspec.storage.ngram_runs import NgramTable
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,19 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
+class NgramTableHandle:
+    """An opened n-gram table of the target's tokenizer, and the name under which it is shown."""
+
+    name: str
+    table: NgramTable
+
+
+@dataclass(frozen=True)
 class DrafterSetup:
     """What a drafter module's `build` receives. `checkpoint` and `folder` are None for drafters without weights.
 
-    `target_folder` lets a drafter with a vocabulary of its own compare the two tokenizers.
+    `target_folder` lets a drafter with a vocabulary of its own compare the two tokenizers. `ngram_tables` are closed
+    by whoever opened them.
     """
 
     ops: Ops
@@ -79,6 +89,7 @@ class DrafterSetup:
     checkpoint: Checkpoint | None = None
     folder: Path | None = None
     target_folder: Path | None = None
+    ngram_tables: tuple[NgramTableHandle, ...] = ()
 
 
 class DrafterModule(Protocol):

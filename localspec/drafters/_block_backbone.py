@@ -23,15 +23,45 @@ from localspec.kernels.ops import Norm, Ops, PackedWeight, Paging
 from localspec.layers.linear import check_shape, load_vector
 from localspec.models import Model
 
+MAX_PASS_ROWS = 16
+"""Most rows of a pass over all slots: the kernels that read each weight once end there, as verify steps do."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a pass, slot after slot. slots: [R] int64, -1 for padding; offsets: [R] int64 place in the block;
+    starts: [S] int64 first row of each slot; counts: [S] int64 its rows. All on the device."""
+
+    slots: Tensor
+    offsets: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, wanted: Tensor, num_rows: int) -> Block:
+        """wanted: [S] int64 rows of each slot; what goes beyond num_rows in all is cut from the last slots."""
+        ends = wanted.cumsum(dim=0).clamp(max=num_rows)
+        starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        row = torch.arange(num_rows, device=wanted.device)
+        slot = (row[:, None] >= ends).sum(dim=1)
+        inside = slot < wanted.shape[0]
+        offsets = row - starts[slot.clamp(max=wanted.shape[0] - 1)]
+        return cls(torch.where(inside, slot, -1), torch.where(inside, offsets, 0), starts, ends - starts)
+
+    def by_slot(self, values: Tensor, first: int, count: int) -> Tensor:
+        """values [R, ...] -> [S, count, ...]: rows first .. first + count - 1 of each slot, any row beyond its end."""
+        column = torch.arange(first, first + count, device=values.device)
+        return values[(self.starts[:, None] + column).clamp(max=values.shape[0] - 1)]
+
 
 @dataclass(frozen=True)
 class _BlockStep:
-    """Rows of a pass. positions, key_end: [R] int64; offset: place in the block; num_rows: rows of each block."""
+    """A pass over the rows of a Block. positions, block_end: [R] int64; the end is that of the row's own block."""
 
     paging: Paging
     positions: Tensor
     block_end: Tensor
-    num_rows: int
+    offsets: Tensor
 
 
 class _BlockLayer:
@@ -76,11 +106,11 @@ class _BlockLayer:
             inner = ops.linear(x, self._gate_up, norm=self._inner_norm, epilogue="silu_mul")
             return ops.linear(inner, self._down, epilogue="residual", residual=x)
         first, second = self._convs
-        y, after = first.before(ops.rms_norm(x, self._input_norm), step.num_rows)
-        x = x + first.behind(ops.linear(self._attend(y, step, cache), self._output), after, step.num_rows)
-        y, after = second.before(ops.rms_norm(x, self._inner_norm), step.num_rows)
+        y, after = first.before(ops.rms_norm(x, self._input_norm), step.offsets)
+        x = x + first.behind(ops.linear(self._attend(y, step, cache), self._output), after, step.offsets)
+        y, after = second.before(ops.rms_norm(x, self._inner_norm), step.offsets)
         inner = ops.linear(y, self._gate_up, epilogue="silu_mul")
-        return x + second.behind(ops.linear(inner, self._down), after, step.num_rows)
+        return x + second.behind(ops.linear(inner, self._down), after, step.offsets)
 
     def _store(self, source: Tensor, paging: Paging, positions: Tensor, cache: Cache) -> None:
         shape = self._shape
@@ -144,30 +174,31 @@ class BlockBackbone:
         for layer in self._layers:
             layer.store_context(context, paging, rows.positions, cache)
 
-    def run(self, depths: Depths, rows_of_slot: Tensor, num_rows: int, state: SequenceState, cache: Cache) -> Tensor:
-        """[S, num_rows, D] hiddens after the final norm of blocks that start at each slot's newest token.
+    def block(self, depths: Depths, extra_rows: int) -> Block:
+        """Rows for the asked-for drafts of each slot and `extra_rows` more for each slot that has any."""
+        limit = self.shape.block_size
+        wanted = torch.where(depths.depths > 0, (depths.depths + extra_rows).clamp(max=limit), 0)
+        widest = min(depths.max_depth + extra_rows, limit)
+        return Block.of(wanted, min(MAX_PASS_ROWS, max(1, len(depths.slots)) * widest))
 
-        rows_of_slot: [S] int64 rows that count, at most num_rows; the others are padding.
-        """
-        num_slots = state.lengths.shape[0]
-        slots = torch.arange(num_slots, device=state.lengths.device)[:, None].expand(num_slots, num_rows)
-        offset = torch.arange(num_rows, device=state.lengths.device).expand(num_slots, num_rows)
-        first = (state.lengths - 1).clamp(min=0)[:, None]
-        positions = first + offset
-        inside = (offset < rows_of_slot[:, None]) & (state.lengths > 0)[:, None]
-        newest = state.history.gather(1, first)
-        token_ids = torch.where(offset == 0, newest, self.shape.mask_token_id).flatten()
-        bound = max(depths.length_bounds, default=1) + num_rows
+    def run(self, block: Block, depths: Depths, state: SequenceState, cache: Cache) -> Tensor:
+        """[R, D] hiddens after the final norm; each slot's block starts at its newest token."""
+        slots = block.slots.clamp(min=0)
+        first = (state.lengths[slots] - 1).clamp(min=0)
+        newest = state.history[slots, first]
+        token_ids = torch.where(block.offsets == 0, newest, self.shape.mask_token_id)
+        real = (block.slots >= 0) & (state.lengths[slots] > 0)
+        bound = max(depths.length_bounds, default=1) + self.shape.block_size
         step = _BlockStep(
-            paging=Paging(state.block_tables, torch.where(inside, slots, -1).flatten(), bound),
-            positions=positions.flatten(),
-            block_end=(first + rows_of_slot[:, None].clamp(min=1)).expand(num_slots, num_rows).flatten(),
-            num_rows=num_rows,
+            paging=Paging(state.block_tables, torch.where(real, block.slots, -1), bound),
+            positions=first + block.offsets,
+            block_end=first + block.counts[slots].clamp(min=1),
+            offsets=block.offsets,
         )
         x = self._model.embed(token_ids) * self.shape.embedding_scale
         for layer in self._layers:
             x = layer.forward(x, step, cache)
-        return self._ops.rms_norm(x, self._final_norm).view(num_slots, num_rows, -1)
+        return self._ops.rms_norm(x, self._final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, n] float32 over the draft's vocabulary."""

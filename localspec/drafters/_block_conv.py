@@ -25,22 +25,23 @@ class GroupedConv:
         name = f"{prefix}kernel_projection.weight"
         self._projection = ops.pack([check_shape(checkpoint.weight(name), name, (2 * taps * self._groups, hidden))])
 
-    def before(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """x [R, D], blocks of num_rows rows -> the sublayer's input [R, D] and coefficients for `behind`."""
+    def before(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, D], offsets [R] int64 places in the block -> the sublayer's input [R, D], coefficients for `behind`."""
         delta = self._ops.linear(x, self._projection, out_dtype=torch.float32)
-        delta = delta.view(-1, num_rows, 2, self._taps, self._groups)
-        return self._convolve(x, delta[:, :, 0], 0, num_rows), delta[:, :, 1]
+        delta = delta.view(-1, 2, self._taps, self._groups)
+        return self._convolve(x, delta[:, 0], 0, offsets), delta[:, 1]
 
-    def behind(self, y: Tensor, delta: Tensor, num_rows: int) -> Tensor:
+    def behind(self, y: Tensor, delta: Tensor, offsets: Tensor) -> Tensor:
         """y [R, D], the sublayer's output -> [R, D]."""
-        return self._convolve(y, delta, 1, num_rows)
+        return self._convolve(y, delta, 1, offsets)
 
-    def _convolve(self, x: Tensor, delta: Tensor, side: int, num_rows: int) -> Tensor:
-        """delta: [blocks, num_rows, taps, groups] float32."""
-        blocks = x.to(torch.float32).view(delta.shape[0], num_rows, self._groups, -1)
+    def _convolve(self, x: Tensor, delta: Tensor, side: int, offsets: Tensor) -> Tensor:
+        """delta: [R, taps, groups] float32. Rows of a block follow each other, so a tap looks that many rows back."""
+        rows = x.to(torch.float32).view(x.shape[0], self._groups, -1)
         base = self._base[side].view(self._taps, self._groups, -1)
-        total = (base[0] + delta[:, :, 0, :, None]) * blocks
-        for tap in range(1, min(self._taps, num_rows)):
-            kernel = base[tap] + delta[:, tap:, tap, :, None]
-            total[:, tap:] += kernel * blocks[:, : num_rows - tap]
+        total = (base[0] + delta[:, 0, :, None]) * rows
+        for tap in range(1, min(self._taps, x.shape[0])):
+            inside = (offsets[tap:] >= tap)[:, None, None]
+            kernel = base[tap] + delta[tap:, tap, :, None]
+            total[tap:] += torch.where(inside, kernel * rows[: x.shape[0] - tap], 0.0)
         return total.view(x.shape).to(x.dtype)

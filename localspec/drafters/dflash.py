@@ -15,7 +15,7 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._block_backbone import BlockBackbone
+from localspec.drafters._block_backbone import Block, BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
 from localspec.drafters._drawing import Candidates, Drawer, finished_draft
@@ -83,20 +83,20 @@ class DFlashDrafter:
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """One pass over a block as wide as the deepest slot asks for."""
         count = min(depths.max_depth, self.max_depth)
-        ready = state.lengths > 0
         if not count:
-            return finished_draft([], [], ready, depths, self.origins)
-        rows_of_slot = torch.where(depths.depths > 0, depths.depths.clamp(max=count) + 1, 0)
-        hidden = self._backbone.run(depths, rows_of_slot, count + 1, state, cache)[:, 1:].flatten(0, 1)
-        logits = self._backbone.logits(hidden)  # [S * count, n]
-        slots = torch.arange(state.lengths.shape[0], device=logits.device).repeat_interleave(count)
-        places = state.lengths.repeat_interleave(count) + torch.arange(count, device=logits.device).repeat(len(ready))
+            return finished_draft([], [], state.lengths > 0, depths, self.origins)
+        block = self._backbone.block(depths, extra_rows=1)
+        hidden = self._backbone.run(block, depths, state, cache)
+        logits = self._backbone.logits(hidden)  # [R, n]
         if self._selector is None:
-            tokens, scores = self._drawer.draw(logits, places, state, slots)
+            slots = block.slots.clamp(min=0)
+            # Row 0 of a block is the newest token, which is known; its draw is thrown away.
+            drawn = self._drawer.draw(logits, state.lengths[slots] - 1 + block.offsets, state, slots)
+            tokens, scores = (list(block.by_slot(part, 1, count).unbind(1)) for part in drawn)
         else:
-            tokens, scores = self._walk(self._selector, logits, hidden, state, slots)
-        columns = tokens.view(-1, count).unbind(1), scores.view(-1, count).unbind(1)
-        return finished_draft(list(columns[0]), list(columns[1]), ready, depths, self.origins)
+            tokens, scores = self._walk(self._selector, block, logits, hidden, (count, state))
+        allowed = Depths(torch.minimum(depths.depths, block.counts - 1), depths.max_depth, (), ())
+        return finished_draft(tokens, scores, state.lengths > 0, allowed, self.origins)
 
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Keep keys and values of the committed rows."""
@@ -106,22 +106,23 @@ class DFlashDrafter:
         """Nothing is kept outside the pages."""
 
     def _walk(
-        self, selector: Selector, logits: Tensor, hidden: Tensor, state: SequenceState, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Choose from left to right, each given the choice before it. Returns tokens and scores [S * count]."""
-        num_slots = state.lengths.shape[0]
-        found = self._drawer.candidates(logits, state, slots, selector.num_candidates)
-        unary, ids = (part.view(num_slots, -1, part.shape[1]) for part in (found.scores, found.ids))
-        contexts = selector.contexts(hidden).view(num_slots, -1, selector.rank)
+        self, selector: Selector, block: Block, logits: Tensor, hidden: Tensor, drafts: tuple[int, SequenceState]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Choose from left to right, each given the choice before it. Returns tokens and scores, [S] each."""
+        count, state = drafts
+        found = self._drawer.candidates(logits, state, block.slots.clamp(min=0), selector.num_candidates)
+        unary, ids = block.by_slot(found.scores, 1, count), block.by_slot(found.ids, 1, count)
+        contexts = block.by_slot(selector.contexts(hidden), 1, count)
         previous = state.history.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
-        tokens, scores = [], []
-        for column in range(contexts.shape[1]):
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for column in range(count):
             here = Candidates(unary[:, column], ids[:, column], None)
             here = selector.score(here, contexts[:, column], previous)
             previous, score = self._drawer.choose(here, state.lengths + column, state)
             tokens.append(previous)
             scores.append(score)
-        return torch.stack(tokens, dim=1).flatten(), torch.stack(scores, dim=1).flatten()
+        return tokens, scores
 
 
 def make(

@@ -121,7 +121,7 @@ def build(setup: DrafterSetup) -> Drafter:
 def tiny(setup: DrafterSetup) -> Drafter:
     """A random two-layer model with a vocabulary of its own: every second token of the target, in reverse order."""
     size = setup.model.vocab_size // 2
-    hidden, inner, heads, head_dim = 48, 60, 4, 12
+    hidden, inner, heads, head_dim = 64, 48, 4, 16
     config = {
         "model_type": "llama",
         "hidden_size": hidden,

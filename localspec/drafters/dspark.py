@@ -17,7 +17,7 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._block_backbone import BlockBackbone
+from localspec.drafters._block_backbone import Block, BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
 from localspec.drafters._drawing import NUM_CANDIDATES, Candidates, Drawer, finished_draft
@@ -140,13 +140,13 @@ class DSparkDrafter:
         """One pass of the backbone, then the head from left to right."""
         count = min(depths.max_depth, self.max_depth)
         ready = state.lengths > 0
-        tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        if count:
-            rows_of_slot = torch.where(depths.depths > 0, depths.depths.clamp(max=count) + self._first_row, 0)
-            hidden = self._backbone.run(depths, rows_of_slot, count + self._first_row, state, cache)
-            tokens, scores = self._walk(hidden[:, self._first_row :], state)
-        return finished_draft(tokens, scores, ready, depths, self.origins)
+        if not count:
+            return finished_draft([], [], ready, depths, self.origins)
+        block = self._backbone.block(depths, extra_rows=self._first_row)
+        hidden = self._backbone.run(block, depths, state, cache)
+        tokens, scores = self._walk(block, hidden, count, state)
+        allowed = Depths(torch.minimum(depths.depths, block.counts - self._first_row), depths.max_depth, (), ())
+        return finished_draft(tokens, scores, ready, allowed, self.origins)
 
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Keep keys and values of the committed rows."""
@@ -155,16 +155,19 @@ class DSparkDrafter:
     def forget(self, slot: int) -> None:
         """Nothing is kept outside the pages."""
 
-    def _walk(self, hidden: Tensor, state: SequenceState) -> tuple[list[Tensor], list[Tensor]]:
-        """hidden [S, K, D] -> K tokens [S] and confidences [S]."""
-        num_slots, count, _ = hidden.shape
-        logits = self._backbone.logits(hidden.flatten(0, 1)).view(num_slots, count, -1)
+    def _walk(
+        self, block: Block, hidden: Tensor, count: int, state: SequenceState
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """hidden [R, D] -> `count` tokens [S] and confidences [S]."""
+        logits = self._backbone.logits(hidden)
         if self._drawer.id_map is not None:
             logits = logits.masked_fill(self._drawer.id_map < 0, -torch.inf)
-        unary, places = logits.topk(min(self._shape.num_candidates, logits.shape[2]), dim=2)  # [S, K, n]
-        ids = places if self._drawer.id_map is None else self._drawer.id_map[places].clamp(min=0)
+        best = logits.topk(min(self._shape.num_candidates, logits.shape[1]), dim=1)
+        all_ids = best.indices if self._drawer.id_map is None else self._drawer.id_map[best.indices].clamp(min=0)
+        parts = (best.values, best.indices, all_ids, hidden)
+        unary, places, ids, hidden = (block.by_slot(part, self._first_row, count) for part in parts)
         previous = state.history.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
-        carried = self._head.start(num_slots, hidden.device)
+        carried = self._head.start(hidden.shape[0], hidden.device)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
         for column in range(count):
