@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from localspec.api.types import EngineError
-from localspec.commands.common import default_model, fail, make_locator, settings
+from localspec.commands.common import default_model, fail, fail_engine, make_locator, settings
 from localspec.commands.options import context_option, device_option, json_option, model_option, offline_option
 
 
@@ -30,7 +30,7 @@ def bench(**options: Any) -> None:
     try:
         document = asyncio.run(_bench(options))
     except EngineError as error:
-        fail(error.message)
+        fail_engine(error)
     if options["as_json"]:
         import json
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localspec.api.types import EngineError
-from localspec.commands.common import EXIT_WRONG_USE, catalogue, default_model, fail, installed_ids, settings
+from localspec.commands.common import (
+    EXIT_WRONG_USE,
+    catalogue,
+    default_model,
+    fail,
+    fail_engine,
+    installed_ids,
+    settings,
+)
 from localspec.commands.options import (
     context_option,
     depth_option,
@@ -118,7 +126,7 @@ def _run_plain(engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]
     try:
         asyncio.run(run_plain(engine, store, _chat_settings(options, ChatSettings), private=options["private"]))
     except EngineError as error:
-        fail(error.message)
+        fail_engine(error)
 
 
 def _chat_settings(options: dict[str, Any], record: Any) -> Any:

@@ -13,6 +13,7 @@ import click
 from localspec.config import DEMO_MODEL_ID, Settings, load_settings
 
 if TYPE_CHECKING:
+    from localspec.api.types import EngineError
     from localspec.engine.build import ModelPlace
     from localspec.hub.catalogue import Catalogue
     from localspec.hub.records import HubSettings, PullProgress
@@ -37,6 +38,11 @@ class Fail(click.ClickException):
 
 def fail(message: str, exit_code: int = EXIT_FAILED) -> NoReturn:
     raise Fail(message, exit_code)
+
+
+def fail_engine(error: EngineError) -> NoReturn:
+    """The engine's own sentence, and the exit code that fits."""
+    fail(error.message, EXIT_MACHINE_CANNOT if error.code == "machine_cannot" else EXIT_FAILED)
 
 
 def settings() -> Settings:
@@ -99,11 +105,27 @@ def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[st
                         "model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}"
                     )
                 pull(entry, config.paths.data_dir, hub_settings(config), show, offline=offline)
+            _check_sizes(folder)
             return ModelPlace(entry.id, Path(folder), entry.title, entry.advice, entry.demo)
         except HubError as error:
             raise EngineError("model_not_found", str(error)) from error
 
     return locate
+
+
+def _check_sizes(folder: Path) -> None:
+    """A truncated file is cheap to see before it is read. Raises HubError."""
+    from localspec.hub.layout import read_manifest
+    from localspec.hub.records import HubError
+
+    for name, record in read_manifest(folder).files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != record.size_bytes:
+            raise HubError(
+                f"{path} has {size} of {record.size_bytes} bytes; the model is damaged: "
+                f"localspec rm {folder.name}, then localspec pull {folder.name}"
+            )
 
 
 def print_json(document: Any) -> None:

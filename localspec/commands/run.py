@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from localspec.api.types import Delta, Done, EngineError, GenerateRequest, Message, Sampling
-from localspec.commands.common import default_model, fail, make_locator, print_json, read_prompt, settings
+from localspec.commands.common import default_model, fail_engine, make_locator, print_json, read_prompt, settings
 from localspec.commands.options import (
     context_option,
     depth_option,
@@ -51,7 +51,7 @@ def run(**options: Any) -> None:
     try:
         document = asyncio.run(_answer(engine, model_id, prompt, options))
     except EngineError as error:
-        fail(error.message)
+        fail_engine(error)
     if options["as_json"]:
         print_json(document)
     else:
