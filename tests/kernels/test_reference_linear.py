@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from localspec.kernels.backends.reference import ReferenceOps
+from localspec.kernels import reference_linear
 from localspec.kernels.elementwise import sigmoid, silu, softplus
 from localspec.kernels.ops import Norm
-from localspec.kernels.reference_linear import row_bits_are_kept
+from localspec.kernels.reference_linear import Way, multiply, prepare, row_bits_are_kept
 from localspec.kernels.weights import DenseWeight
 from tests.helpers.models import reference_ops
 
@@ -17,17 +17,12 @@ pytestmark = pytest.mark.torch
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (63, 1000), (1000, 63), (5, 3), (1, 1))
 
 
-def _plain_ops() -> ReferenceOps:
-    ops = reference_ops()
-    ops._reorder = False
-    return ops
-
-
-@pytest.mark.parametrize("make_ops", [reference_ops, _plain_ops], ids=["reordered", "plain"])
+@pytest.mark.parametrize("way", list(Way))
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_rows_bits_do_not_depend_on_the_others(n: int, k: int, make_ops: type[ReferenceOps]) -> None:
+def test_a_rows_bits_do_not_depend_on_the_others(n: int, k: int, way: Way) -> None:
     torch.manual_seed(n * k)
-    ops = make_ops()
+    ops = reference_ops()
+    ops.way = way
     norm = Norm(torch.rand(k) + 0.5, 1e-6)
     weight = ops.pack([DenseWeight(torch.randn(n, k))])
     x, residual = torch.randn(256, k), torch.randn(256, n)
@@ -39,12 +34,23 @@ def test_a_rows_bits_do_not_depend_on_the_others(n: int, k: int, make_ops: type[
             assert torch.equal(got, chunk[part]), f"{rows} rows from {start}"
 
 
+def test_the_ways_agree_and_the_slow_one_is_taken_when_bits_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    matrix, x = torch.randn(70, 50), torch.randn(20, 50)
+    products = [multiply(x, prepare(matrix, way)) for way in Way]
+    assert all((product - x @ matrix.T).abs().max() < 1e-4 for product in products)
+    asked: list[Way] = []
+    monkeypatch.setattr(reference_linear, "row_bits_are_kept", lambda way: bool(asked.append(way)))
+    assert reference_linear.choose_way(torch.device("cpu")) is Way.BLOCKS
+    assert asked == [Way.REORDERED, Way.PLAIN]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_probe_passes_here_with_any_number_of_threads(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert row_bits_are_kept(reorder=True) and row_bits_are_kept(reorder=False)
+        assert all(row_bits_are_kept(way) for way in Way)
     finally:
         torch.set_num_threads(before)
 

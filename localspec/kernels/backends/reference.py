@@ -17,7 +17,7 @@ from localspec.kernels import reference_gdn
 from localspec.kernels.elementwise import sigmoid, silu
 from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
 from localspec.kernels.reference_attention import PAGE_TOKENS, paged_attention
-from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, multiply, prepare, reordering_pays
+from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, choose_way, multiply, prepare
 from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 0
@@ -62,7 +62,7 @@ class ReferenceOps:
         self.device = device
         self.activation_dtype = activation_dtype
         self.waits = device.type == "cpu"
-        self._reorder = reordering_pays(device)
+        self.way = choose_way(device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         """Dequantise, stack and reorder for the CPU."""
@@ -70,7 +70,7 @@ class ReferenceOps:
             raise ValueError("a gated weight is made of two parts of equal shape, gate and up")
         matrices = [part.dequantise().to(self.device) for part in parts]
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        return ReferenceWeight(prepare(matrix, self._reorder), gated)
+        return ReferenceWeight(prepare(matrix, self.way), gated)
 
     def linear(
         self,
