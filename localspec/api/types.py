@@ -283,7 +283,7 @@ class EngineError(Exception):
     """A request or control call that the engine refuses.
 
     `code` is a stable word (`context_length_exceeded`, `bad_request`, `not_ready`, `overloaded`, `unsupported`,
-    `model_not_found`, `internal`); `message` is one sentence that says what would work.
+    `model_not_found`, `machine_cannot`, `internal`); `message` is one sentence that says what would work.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from localspec.api.types import MetricsSnapshot, ModelInfo
+from localspec.api.types import EngineError, MetricsSnapshot, ModelInfo
 from localspec.cache.pages import PagePool
 from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
@@ -100,9 +100,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, device: str) -> tuple[Model, Ops]:
-    """Weights of a folder on a device, with every tensor accounted for. Raises ValueError in plain words."""
+    """Weights of a folder on a device, with every tensor accounted for.
+
+    Raises ValueError in plain words, EngineError (`machine_cannot`) where no back end runs on the device.
+    """
     config = read_config(folder)
-    ops, _ = choose(resolve_device(device))
+    try:
+        ops, _ = choose(resolve_device(device))
+    except ValueError as error:
+        raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     checkpoint = open_checkpoint(folder)
     with torch.inference_mode():
         model = architecture(config["model_type"]).load(config, checkpoint, ops)
@@ -110,7 +116,9 @@ def load_model(folder: Path, device: str) -> tuple[Model, Ops]:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is the first NVIDIA card, or the CPU where there is none."""
+    """`auto` is the first NVIDIA card, or the CPU where there is none. Raises EngineError where a card is missing."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise EngineError("machine_cannot", "PyTorch finds no NVIDIA card or driver here; use --device cpu")
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -167,7 +167,7 @@ class LocalEngine:
             self._built = built
         except EngineError as error:
             self._failure = error
-        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # whatever a damaged file or a driver raises, the user gets one line
             log.debug("loading %s failed", model_id, exc_info=True)
             self._failure = EngineError("not_ready", f"{model_id} could not be loaded: {error}")
         finally:
