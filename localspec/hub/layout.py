@@ -70,9 +70,10 @@ def check_file_name(name: str) -> str:
 
 
 def models_directory(data_dir: Path) -> Path:
-    """`<data>/models`, created for this user only."""
+    """`<data>/models`; what does not exist yet is created for this user only. A link to another disk is followed."""
     directory = data_dir / "models"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     return directory
 
 

@@ -158,3 +158,15 @@ def test_fingerprint_depends_on_names_sizes_and_hashes() -> None:
     }
     assert len(prints) == 5
     assert layout.fingerprint_of({"a": record, "b": record}) == layout.fingerprint_of({"b": record, "a": record})
+
+
+def test_created_directories_are_private_and_links_are_followed(tmp_path: Path) -> None:
+    data = tmp_path / "parent" / "data"
+    layout.partial_directory(data, "m")
+    for path in (data, data / "models", data / "models" / ".partial", data / "models" / ".partial" / "m"):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "models").symlink_to(tmp_path / "other disk")
+    install(tmp_path / "linked", "m")
+    assert (tmp_path / "other disk" / "m" / "localspec.json").is_file()
