@@ -11,7 +11,8 @@ from typing import Any
 HARMLESS_KEYS = (
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "attention_dropout", "model_type", "pad_token_id", "pretraining_tp", "quantization_config", "torch_dtype",
-    "transformers_version", "transformers.js_config", "unsloth_fixed", "use_cache", "is_llama_config",
+    "transformers_version", "transformers.js_config", "unsloth_fixed", "unsloth_version", "use_cache",
+    "is_llama_config", "_attn_implementation_autoset",
 )  # fmt: skip
 """Keys that describe a checkpoint without changing what the model computes."""
 MAX_SIZE = 1 << 24
@@ -73,7 +74,7 @@ class ConfigReader:
         self._read.update(keys)
 
     def finish(self) -> None:
-        """Raise ValueError naming the keys that nobody read and whose value is neither null nor false."""
-        unknown = sorted(k for k, value in self._config.items() if k not in self._read and value not in (None, False))
+        """Raise ValueError naming the keys that nobody read, unless they are off: null, false, zero or empty."""
+        unknown = sorted(key for key, value in self._config.items() if key not in self._read and value)
         if unknown:
             raise ValueError(f"{self._where}: unknown settings {', '.join(unknown)}; this version cannot honour them")

@@ -29,7 +29,9 @@ def test_values_are_checked_by_kind() -> None:
 
 
 def test_keys_that_nobody_read_are_refused_unless_they_are_off() -> None:
-    reader = ConfigReader({"read": 1, "off": False, "null": None, "architectures": ["X"], "skipped": 9, "zero": 0})
+    reader = ConfigReader(
+        {"read": 1, "off": False, "null": None, "architectures": ["X"], "skipped": 9, "zero": 0, "none": []}
+    )
     reader.integer("read")
     reader.ignore("skipped")
     with pytest.raises(ValueError, match="unknown settings zero"):
