@@ -7,6 +7,7 @@ written as its exact float32 values. Knows no network and no catalogue.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from localspec.hub import gguf_models, tokenizer_gguf
 from localspec.hub.gguf import GgufError, GgufFile, GgufTensor
 from localspec.hub.gguf_blocks import KEPT_FORMATS, Split
 from localspec.hub.gguf_models import MappedTensor
-from localspec.hub.layout import write_json
+from localspec.hub.layout import refuse_small_disk, write_json
 from localspec.hub.records import HubError
 from localspec.storage.files import Buffer, as_bytes
-from localspec.storage.safetensors import TensorItem, write_safetensors
+from localspec.storage.safetensors import DTYPE_BYTES, TensorItem, write_safetensors
 
 QUANT_METHOD = "localspec-blocks"
 PLAIN_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -59,6 +60,8 @@ def _convert_open_file(
     if len(tokenizer.tokens) > shape.vocabulary:
         raise HubError(f"{file.path.name} has {len(tokenizer.tokens)} tokens for {shape.vocabulary} embedding rows")
     plans, methods = _plan_tensors(file, mapped)
+    # The exact size is known only now: a format without a compact form of ours grows a lot.
+    refuse_small_disk(file.path.name, sum(planned_bytes(item) for item in plans), directory.parent)
     config = architecture.config(shape)
     for role in ("bos", "eos", "pad"):
         config[f"{role}_token_id"] = tokenizer.special_ids.get(role)
@@ -96,6 +99,11 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
         else:
             plans.append(_plan_dequantised(file, tensor, target))
     return plans, methods
+
+
+def planned_bytes(item: TensorItem) -> int:
+    """Bytes that a tensor will take."""
+    return DTYPE_BYTES[item[1]] * math.prod(item[2])
 
 
 def _counted(item: TensorItem, on_bytes: Callable[[int], None]) -> TensorItem:

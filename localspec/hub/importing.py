@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localspec.hub import layout, support
 from localspec.hub.catalogue import DEFAULT_INCLUDE, id_from_name
-from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
+from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.records import (
     EXIT_MACHINE_CANNOT,
@@ -40,7 +40,7 @@ def import_path(
     files = _gguf_file(path) if path.is_file() else _checkpoint_files(path)
     size_bytes = sum(file.path.stat().st_size for file in files)
     factor = CONVERTED_SIZE_FACTOR if path.is_file() else 1.0
-    refuse_small_disk(name, int(size_bytes * factor), data_dir)
+    layout.refuse_small_disk(name, int(size_bytes * factor), data_dir)
     model = NewModel(name, f"imported from {path.resolve()}", "not stated")
     try:
         directory = install(files, model, data_dir, ProgressMeter(progress))

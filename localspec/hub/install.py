@@ -17,11 +17,10 @@ from typing import Literal
 from localspec.hub import layout
 from localspec.hub.convert import convert_gguf
 from localspec.hub.meter import ProgressMeter
-from localspec.hub.records import EXIT_MACHINE_CANNOT, HubError
+from localspec.hub.records import HubError
 from localspec.storage.errors import DamagedFile
 from localspec.storage.safetensors import SafetensorsFile
 
-RESERVE_BYTES = 64 << 20
 # Codes of 5 and 6 bits become bytes, small models keep wide scales: a converted file stays below twice its source.
 CONVERTED_SIZE_FACTOR = 2.0
 
@@ -116,19 +115,3 @@ def check_model_files(files: Sequence[LocalFile], needs_tokenizer: bool = True) 
             SafetensorsFile.open(by_name[name]).close()
         except DamagedFile as error:
             raise HubError(f"{name} is damaged: {error}") from error
-
-
-def refuse_small_disk(model_id: str, needed_bytes: int, data_dir: Path) -> None:
-    """Raises HubError (exit code 3), with numbers, when so many bytes and a reserve do not fit beside the models."""
-    available_bytes = free_bytes(data_dir)
-    if needed_bytes + RESERVE_BYTES > available_bytes:
-        raise HubError(
-            f"{model_id} needs {(needed_bytes + RESERVE_BYTES) / 1e9:.2f} GB on the disk of {data_dir}, "
-            f"{available_bytes / 1e9:.2f} GB are free; remove a model with 'localspec rm' or free space",
-            EXIT_MACHINE_CANNOT,
-        )
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes for this user on the disk that holds the directory."""
-    return shutil.disk_usage(directory).free

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.hub.records import HubError
+from localspec.hub.records import EXIT_MACHINE_CANNOT, HubError
 from localspec.storage.files import sync_directory
 
 LAYOUT_VERSION = 1
@@ -27,6 +27,7 @@ MANIFEST_NAME = "localspec.json"
 TEMPORARY_PREFIX = ".tmp-"
 PARTIAL_DIRECTORY = ".partial"
 READ_BYTES = 4 << 20
+RESERVE_BYTES = 64 << 20
 MAX_JSON_BYTES = 64 << 20
 MAX_TEXT_CHARACTERS = 10_000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -232,3 +233,19 @@ def publish(directory: Path, manifest: Manifest, data_dir: Path) -> Path:
     else:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def refuse_small_disk(model_id: str, needed_bytes: int, data_dir: Path) -> None:
+    """Raises HubError (exit code 3), with numbers, when so many bytes and a reserve do not fit beside the models."""
+    available_bytes = free_bytes(data_dir)
+    if needed_bytes + RESERVE_BYTES > available_bytes:
+        raise HubError(
+            f"{model_id} needs {(needed_bytes + RESERVE_BYTES) / 1e9:.2f} GB on the disk of {data_dir}, "
+            f"{available_bytes / 1e9:.2f} GB are free; remove a model with 'localspec rm' or free space",
+            EXIT_MACHINE_CANNOT,
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes for this user on the disk that holds the directory."""
+    return shutil.disk_usage(directory).free

@@ -19,7 +19,7 @@ import httpx
 
 from localspec.hub import layout, sources, support
 from localspec.hub.catalogue import DRAFTER_FORMAT, HubSource, ModelEntry, PinnedFile, WheelSource
-from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install, refuse_small_disk
+from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.pins import Pin, apply_pin, keep_pin, read_pins
 from localspec.hub.records import (
@@ -304,7 +304,7 @@ def _check_disk(job: _Job, to_fetch: list[RemoteFile], extra_bytes: int = 0) -> 
     left_bytes = size_bytes - sum(_held_bytes(job, remote) for remote in to_fetch if remote.url)
     if job.entry.format == "gguf":
         extra_bytes += int(max(size_bytes, extra_bytes) * CONVERTED_SIZE_FACTOR)
-    refuse_small_disk(job.entry.id, left_bytes + extra_bytes, job.data_dir)
+    layout.refuse_small_disk(job.entry.id, left_bytes + extra_bytes, job.data_dir)
 
 
 def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:

@@ -45,7 +45,8 @@ class HubSettings:
     """Attempts for one range without any progress; progress resets the count."""
     backoff_s: float = 0.5
     """First pause after a failed attempt; doubles up to 30 s, or what Retry-After says."""
-    range_bytes: int = 16 << 20
+    range_bytes: int = 32 << 20
+    """Bytes asked for in one request; what a broken request brought is kept."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 from hub_gguf_samples import Q, SampleModel, random_blocks, vocabulary, write_model
 from safetensors.numpy import load_file
 
+from localspec.hub import layout
 from localspec.hub.convert import convert_gguf
 from localspec.hub.gguf import TENSOR_TYPES
 from localspec.hub.gguf_blocks import KEPT_FORMATS
@@ -243,3 +244,12 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(HubError, match="does not lie inside the file"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
+
+
+def test_disk_that_the_converted_model_does_not_fit_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "m.gguf", SampleModel())
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(layout, "free_bytes", lambda directory: layout.RESERVE_BYTES + 50_000)
+    with pytest.raises(HubError, match="GB are free") as caught:
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
+    assert caught.value.exit_code == 3 and list((tmp_path / "out").iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import save_file
 
-from localspec.hub import install as install_module
+from localspec.hub import layout
 from localspec.hub.importing import import_path
 from localspec.hub.local import list_installed, verify
 from localspec.hub.records import HubError
@@ -75,7 +75,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import_path(damaged, data)
     with pytest.raises(HubError, match="is not a model id"):
         import_path(damaged, data, model_id="../x")
-    monkeypatch.setattr(install_module, "free_bytes", lambda directory: 1000)
+    monkeypatch.setattr(layout, "free_bytes", lambda directory: 1000)
     with pytest.raises(HubError, match="GB are free") as caught:
         import_path(write_checkpoint(tmp_path / "good"), data)
     assert caught.value.exit_code == 3

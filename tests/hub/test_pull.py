@@ -21,7 +21,6 @@ from hub_fake_server import COMMIT, FakeHub, Fault, git_sha1, running, sha256
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import save
 
-import localspec.hub.install as install_module
 from localspec.hub import layout, sources
 from localspec.hub.catalogue import (
     Catalogue,
@@ -203,7 +202,7 @@ def test_gated_model_is_explained(hub: FakeHub, gguf_bytes: bytes, tmp_path: Pat
 def test_too_small_disk_is_refused_before_the_first_byte(
     hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install_module, "free_bytes", lambda directory: 64 << 20)
+    monkeypatch.setattr(layout, "free_bytes", lambda directory: 64 << 20)
     with pytest.raises(HubError, match=r"needs 0\.07 GB on the disk of .*, 0\.07 GB are free") as caught:
         pull(entry_with(hub_source(gguf_bytes)), tmp_path, settings_for(hub))
     assert caught.value.exit_code == 3
