@@ -17,7 +17,7 @@ from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SequenceState
 from localspec.sampling.candidates import RowParameters
 from localspec.sampling.noise import row_keys
-from localspec.sampling.processors import Law, ProcessorPlan, adjust, law
+from localspec.sampling.processors import Law, ProcessorPlan, adjust, greedy_law, law
 from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
@@ -58,9 +58,13 @@ def accept(
     rules = rules or RowRules()
     slots = rows.slots.clamp(min=0)
     adjusted = adjust(logits, rows, draft, state.sampling, plan, rules.allowed)
-    drawn_law = law(adjusted, RowParameters.gather(state.sampling, slots), plan)
-    # A row at position p draws the token of position p + 1.
-    drawn = drawn_law.draw(row_keys(state.sampling.seeds[slots], rows.positions + 1))  # [R]
+    if plan.sampled:
+        drawn_law = law(adjusted, RowParameters.gather(state.sampling, slots), plan)
+        # A row at position p draws the token of position p + 1.
+        drawn = drawn_law.draw(row_keys(state.sampling.seeds[slots], rows.positions + 1))  # [R]
+    else:
+        drawn_law = greedy_law(adjusted)
+        drawn = drawn_law.greedy
     if rules.forced is not None:
         drawn = torch.where(rules.forced >= 0, rules.forced, drawn)
     if thinking is not None:

@@ -38,12 +38,16 @@ class RowParameters:
 def ordered(adjusted: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best of each row of [R, V]: values [R, count] falling, ids [R, count]; equal values by rising id.
 
-    Sorts integers that hold logit and id, so that no two are equal and the order is the same on every device.
+    Sorts integers that hold logit and id, so that no two are equal and the order is the same on every device. Looks at
+    twice as many by value alone; only if that many were equal could another choice among equals be made.
     """
-    keys = _keys(adjusted, torch.arange(adjusted.shape[1], device=adjusted.device))
-    if count < adjusted.shape[1]:
-        return _unpacked(keys.topk(count, dim=1).values)
-    return _unpacked(keys.sort(dim=1, descending=True).values)
+    vocab_size = adjusted.shape[1]
+    if 2 * count < vocab_size:
+        best = adjusted.topk(2 * count, dim=1)
+        keys = _keys(best.values, best.indices)
+    else:
+        keys = _keys(adjusted, torch.arange(vocab_size, device=adjusted.device))
+    return _unpacked(keys.sort(dim=1, descending=True).values[:, :count])
 
 
 def kept_candidates(values: Tensor, parameters: RowParameters, vocab_size: int, totals: Tensor | None = None) -> Tensor:

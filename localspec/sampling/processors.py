@@ -117,10 +117,15 @@ def adjust(
     return adjusted
 
 
+def greedy_law(adjusted: Tensor) -> Law:
+    """The law of rows that are all greedy. adjusted [R, V] float32."""
+    return Law(adjusted, None, adjusted.argmax(dim=1), None)
+
+
 def law(adjusted: Tensor, parameters: RowParameters, plan: ProcessorPlan) -> Law:
     """Temperature and filters. adjusted [R, V] float32 -> the law of each row."""
     if not plan.sampled:
-        return Law(adjusted, None, adjusted.argmax(dim=1), None)
+        return greedy_law(adjusted)
     is_greedy = parameters.temperature <= 0
     divisor = torch.where(is_greedy, 1.0, parameters.temperature)[:, None]
     if not plan.num_candidates:

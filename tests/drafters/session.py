@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from localspec.core.records import (
     Draft,
     HiddenNeeds,
     Request,
+    Rows,
     StepResult,
 )
 from localspec.core.state import Cache
@@ -43,14 +45,15 @@ def tiny_drafter(name: str, model: Model) -> Drafter:
 class Session:
     """Sequences in up to four slots over one target and one drafter."""
 
-    def __init__(self, model: Model, drafter: Drafter) -> None:
-        self.model, self.drafter = model, drafter
-        self.state = make_state(CONTEXT_TOKENS, model.vocab_size, torch.device("cpu"))
+    def __init__(self, model: Model, drafter: Drafter, device: str = "cpu", row_multiple: int = 1) -> None:
+        """row_multiple: rows of a prompt chunk are padded to a multiple of it."""
+        self.model, self.drafter, self.device, self.row_multiple = model, drafter, device, row_multiple
+        self.state = make_state(CONTEXT_TOKENS, model.vocab_size, torch.device(device))
         num_pages = 1 + MAX_SLOTS * PAGES_PER_SLOT
-        self.target_cache = make_cache(model.cache_spec, num_pages, MAX_SLOTS)
-        self.cache: Cache = make_cache(drafter.cache_spec, num_pages, MAX_SLOTS)
+        self.target_cache = cache_on(make_cache(model.cache_spec, num_pages, MAX_SLOTS), device)
+        self.cache: Cache = cache_on(make_cache(drafter.cache_spec, num_pages, MAX_SLOTS), device)
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1
-        self.pages = order.to(torch.int32).view(MAX_SLOTS, PAGES_PER_SLOT)
+        self.pages = order.to(device, torch.int32).view(MAX_SLOTS, PAGES_PER_SLOT)
         self.active: list[int] = []
 
     def start(
@@ -73,7 +76,11 @@ class Session:
             states[slot].zero_()
         for begin in range(0, len(prompt) - 1, chunk):
             part = list(prompt[begin : min(begin + chunk, len(prompt) - 1)])
-            rows = make_rows("prefill", {slot: (begin, part)}, self.state.block_tables, padding=(begin % 3, 1))
+            before = begin % 3 if self.row_multiple == 1 else 0
+            padding = (before, 1 if self.row_multiple == 1 else -len(part) % self.row_multiple)
+            rows = on(
+                make_rows("prefill", {slot: (begin, part)}, self.state.block_tables, padding=padding), self.device
+            )
             forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
             self.state.pending_rows[slot] = 0
             self.drafter.observe(rows, forward, self.state, self.cache)
@@ -83,7 +90,9 @@ class Session:
         by_slot = list(by_slot) + [0] * (MAX_SLOTS - len(by_slot))
         slots = tuple(self.active)
         bounds = tuple(int(self.state.lengths[slot]) for slot in slots)
-        return Depths(torch.tensor(by_slot), max(by_slot) if max_depth is None else max_depth, slots, bounds)
+        return Depths(
+            torch.tensor(by_slot, device=self.device), max(by_slot) if max_depth is None else max_depth, slots, bounds
+        )
 
     def propose(self, by_slot: Sequence[int], max_depth: int | None = None) -> Draft:
         return self.drafter.propose(self.depths(by_slot, max_depth), self.state, self.cache)
@@ -92,7 +101,7 @@ class Session:
         """Run the window of every active slot with the drafts that it has, accept, and show the drafter."""
         counts = draft.num_drafts.tolist()
         windows = [1 + count if slot in self.active else 0 for slot, count in enumerate(counts)]
-        rows = verify_rows(self.state, draft, windows, sum(windows) + padding)
+        rows = on(verify_rows(self.state, draft, windows, sum(windows) + padding), self.device)
         forward = self.model.forward(rows, self.target_cache, self.drafter.needs)
         logits = self.model.logits(forward.hidden)
         result = accept(logits, rows, draft, self.state, logprobs=None)
@@ -104,6 +113,19 @@ class Session:
 
     def answer(self, slot: int) -> list[int]:
         return self.state.history[slot, int(self.state.prompt_lengths[slot]) : int(self.state.lengths[slot])].tolist()
+
+
+def on(rows: Rows, device: str) -> Rows:
+    """The rows with every tensor on a device."""
+    fields = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    return Rows(**{name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in fields.items()})
+
+
+def cache_on(cache: Cache, device: str) -> Cache:
+    return Cache(
+        {name: plane.to(device) for name, plane in cache.planes.items()},
+        {name: state.to(device) for name, state in cache.states.items()},
+    )
 
 
 def fixed_draft(rows: Sequence[Sequence[int]], width: int) -> Draft:
