@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,15 +23,17 @@ from localspec.drafters._ngram_policy import CONTEXT_TOKENS, Advisor, Guess, Ngr
 from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
 from localspec.storage.ngram_format import CONTINUATION_TOKENS
-from localspec.storage.ngram_runs import NgramTable
+from localspec.storage.ngram_runs import Continuation, NgramTable
 
 needs_weights = False
 NAME = "ngram_disk"
 IDLE_STEPS = 32
 """A slot for which this long nobody asked is not read for."""
-_TINY_VOCABULARY = 128
-_TINY_TOKENS = 60_000
+_TINY_CLASSES = 16
+_TINY_SHIFT = 4
+_TINY_TOKENS = 16_000
 _TINY_ORDER = 3
+_TINY_CAP_BYTES = 8 << 20
 
 
 @dataclass
@@ -145,25 +148,32 @@ def build(setup: DrafterSetup) -> Drafter:
     return NgramDiskDrafter(setup.ngram_tables, NgramPolicy())
 
 
+class _CoarseTable(NgramTable):
+    """Takes neighbouring token ids for one, so that a small table knows something after any text."""
+
+    def prefetch_step(self, history: Sequence[int], draft: Sequence[int]) -> None:
+        super().prefetch_step(*([token >> _TINY_SHIFT for token in tokens] for tokens in (history, draft)))
+
+    def lookup(self, context: Sequence[int]) -> Continuation | None:
+        found = super().lookup([token >> _TINY_SHIFT for token in context])
+        return replace(found, tokens=tuple(token << _TINY_SHIFT for token in found.tokens)) if found else None
+
+
 def tiny(setup: DrafterSetup) -> Drafter:
-    """Over a table of random text that is so dense that any text meets it; all its pages are in memory."""
+    """Over a dense table of random text; all its pages are in memory, so that what it says depends on nothing else."""
     generator = random.Random(1)
-    vocabulary = min(setup.model.vocab_size, _TINY_VOCABULARY)
-    text = [generator.randrange(vocabulary) for _ in range(_TINY_TOKENS)]
-    for token in range(vocabulary):
-        text += [token] * 2 * _TINY_ORDER
+    classes = max(1, min(setup.model.vocab_size >> _TINY_SHIFT, _TINY_CLASSES))
+    text = [generator.randrange(classes) for _ in range(_TINY_TOKENS)]
     fingerprint = bytes(32)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, AsyncReader(threads=1, max_queued=_TINY_TOKENS) as reader:
         with RunBuilder(Path(folder), fingerprint, order=_TINY_ORDER) as builder:
             builder.add("text", text)
             builder.finish()
-        reader = AsyncReader(threads=1, max_queued=1 << 20)
-        table = NgramTable.open(
-            Path(folder), fingerprint, reader, ram_cap_bytes=256 * _TINY_TOKENS, max_pending=_TINY_TOKENS
+        table = _CoarseTable.open(
+            Path(folder), fingerprint, reader, ram_cap_bytes=_TINY_CAP_BYTES, max_pending=_TINY_TOKENS
         )
         table.prefetch(text[at : at + _TINY_ORDER - 1] for at in range(len(text)))
         while table.statistics().pending_reads:
             time.sleep(0.001)
-        reader.close()
     policy = NgramPolicy(draft_tokens=((_TINY_ORDER, CONTINUATION_TOKENS),), min_share=0.0, min_first_right=0.0)
     return NgramDiskDrafter((NgramTableHandle("tiny", table),), policy)
