@@ -25,17 +25,14 @@ from localspec.tui.app import LocalspecApp
 from localspec.tui.options import ChatSettings, UiOptions
 
 QUESTIONS = (
-    "Write a Python function that counts how often each word occurs in a text. Then show an example of its use.",
-    "Now write the same function again, but ignore upper and lower case.",
+    "What is the difference between a list and a tuple in Python? Give an example of each.",
+    "Write the example with the tuple again, with a comment on every line.",
 )
 ANSWERS = (
-    "Here is a function that counts words:\n\n```python\ndef count_words(text: str) -> dict[str, int]:\n"
-    "    counts: dict[str, int] = {}\n    for word in text.split():\n"
-    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n```\n\nAn example:\n\n```python\n"
-    'print(count_words("to be or not to be"))\n```\n',
-    "The same function, with every word in lower case:\n\n```python\ndef count_words(text: str) -> dict[str, int]:\n"
-    "    counts: dict[str, int] = {}\n    for word in text.lower().split():\n"
-    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n```\n",
+    "A **list** can be changed after it was made, a **tuple** cannot.\n\n```python\n"
+    "numbers = [1, 2, 3]\nnumbers[0] = 9\n```\n\n```python\npoint = (1, 2)\nx, y = point\n```\n",
+    "```python\n# A tuple of two numbers\npoint = (1, 2)\n# Its parts, each with a name\nx, y = point\n```\n\n"
+    "A tuple may be a key of a dictionary, a list may not.\n",
 )
 MADE_UP = "A scripted engine, no model: every figure in this picture is made up."
 WIDE, NARROW = (130, 40), (80, 24)
@@ -87,7 +84,7 @@ async def take_pictures(engine: Engine, out: Path, caption: str, settings: ChatS
         async with app.run_test(size=WIDE) as pilot:
             await pilot.pause(0.5)
             await _ask(app, pilot, QUESTIONS[0])
-            await _ask(app, pilot, QUESTIONS[1], until_chars=160)
+            await _ask(app, pilot, QUESTIONS[1], until_chars=90)
             made.append(await _take(app, out, "chat"))
             await _wait(app, lambda: not app.chat.busy, 600)
             await pilot.press("ctrl+d")

@@ -141,7 +141,7 @@ def _model_lines(state: PanelState, width: int) -> Iterator[Text]:
 
 def _drafter_text(now: MetricsSnapshot) -> str:
     name = clean_line(now.drafter)
-    return f"{name} · depth {now.depth}" if now.drafter != "off" else "off"
+    return f"{name} · depth {now.depth}" if now.drafter != "off" and now.depth else name
 
 
 def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from localspec.api.engine import DrafterChoice
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
 from localspec.chats.export import to_markdown
 from localspec.tui.clipboard import write_private
 from localspec.tui.lists import chat_rows, hit_rows, model_rows
 from localspec.tui.screens.ask import AskScreen
+from localspec.tui.screens.parameters import ParametersScreen
 from localspec.tui.screens.pick import Picked, PickScreen, Row
 from localspec.tui.slash_runner import free_path
 
@@ -36,6 +38,23 @@ class Browser:
             "models": lambda: PickScreen("Installed models", self._models, (), "localspec pull NAME installs one."),
         }
         self._screen.run_worker(self._browse(kind, screens[kind]()), group="browse", exclusive=True)
+
+    def show_parameters(self) -> None:
+        """Open the parameters of the chat."""
+        self._screen.run_worker(self._parameters(), group="browse", exclusive=True)
+
+    async def _parameters(self) -> None:
+        screen, talk = self._screen, self._screen.conversation
+        asked = ParametersScreen(talk.settings, talk.system_prompt, talk.engine.model())
+        chosen = await screen.app.push_screen_wait(asked)
+        if chosen is None:
+            return
+        try:
+            if chosen.drafter is not None:
+                await talk.engine.choose_drafter(DrafterChoice(chosen.drafter, chosen.settings.depth))
+            await talk.configure(chosen.settings, chosen.system_prompt)
+        except (ChatError, EngineError, OSError) as error:
+            screen.tell(str(error), error=True)
 
     async def _browse(self, kind: str, screen: PickScreen) -> None:
         picked = await self._screen.app.push_screen_wait(screen)

@@ -180,6 +180,9 @@ class ChatScreen(Screen[None]):
     async def action_browse(self, kind: str) -> None:
         self._browser.show(kind)
 
+    def action_parameters(self) -> None:
+        self._browser.show_parameters()
+
     async def action_retry(self) -> None:
         await self._try(self.retry())
 

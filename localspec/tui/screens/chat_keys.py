@@ -17,6 +17,7 @@ KEYS: list[BindingType] = [
     _key("ctrl+d", "toggle_drafts", "Drafts", show=True),
     _key("ctrl+b", "cycle_panel", "Panel", show=True),
     _key("f1", "help", "Help", show=True),
+    _key("f2", "parameters", "Parameters"),
     _key("ctrl+f", "browse('search')", "Search"),
     _key("ctrl+l", "browse('models')", "Models"),
     _key("ctrl+g", "retry", "Answer again"),

@@ -21,6 +21,7 @@ KEYS: tuple[tuple[str, str], ...] = (
     ("Ctrl+R", "chats"),
     ("Ctrl+F", "search all chats"),
     ("Ctrl+L", "models"),
+    ("F2", "system prompt, thinking, drafter, sampling"),
     ("Ctrl+G", "answer again (the old answer stays as a branch)"),
     ("Ctrl+T", "unfold or fold thoughts"),
     ("Ctrl+D", "draft view: who wrote which characters"),

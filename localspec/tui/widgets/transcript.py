@@ -225,6 +225,10 @@ class Transcript(ScrollView, can_focus=True):
         self._window_top, self._changed_from = top, top + height
         return list(self._window)
 
+    def render_line(self, y: int) -> Strip:
+        """One finished line of the view; text selection asks for the places in it."""
+        return self._finished(self.scroll_offset.y + y)
+
     def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
         # Lines that are painted anew may have changed; without regions all of them may.
         if repaint:
