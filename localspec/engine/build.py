@@ -24,7 +24,7 @@ from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
-from localspec.engine.tuner import OFF, Arm, Tuner
+from localspec.engine.tuner import Tuner
 from localspec.formats.checkpoint import open_checkpoint
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
@@ -39,7 +39,6 @@ CACHED_CONTEXTS = 2
 MAX_SNAPSHOTS = 16
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
-NGRAM_DEPTHS = (4, 8, 15)
 Report = Callable[[str], None]
 
 
@@ -213,11 +212,8 @@ def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
 
 
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
-    arms: list[Arm] = [OFF]
-    for name in drafters.names:
-        arms.extend((name, depth) for depth in NGRAM_DEPTHS if depth <= drafters.max_depth(name))
     limits = {name: drafters.max_depth(name) for name in drafters.names}
-    return Tuner(tuple(arms), limits, default_drafter=options.drafter, default_depth=options.depth)
+    return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
 
 
 def _first_snapshot(model: Model, pool: CachePool, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:

@@ -245,10 +245,12 @@ class DecodeLoop:
             if ticket is None:
                 continue
             clients[result.sequence_id] = ticket.request.client
+            sequence = ticket.sequence
+            assert sequence is not None
             arm = (planned.drafter, planned.num_drafts) if planned.num_drafts else OFF
-            self._tuner.see(arm, active, len(result.token_ids), step_ms)
-            if not any(r.num_drafted for r in landed.results) and arm != OFF:
-                self._tuner.see(OFF, active, len(result.token_ids), landed.verify_ms)
+            self._tuner.see(sequence, active, arm, result.num_drafted, result.num_accepted, step_ms)
+            if arm != OFF and not any(r.num_drafted for r in landed.results):
+                self._tuner.see_plain(active, sequence.length_bound_tokens, landed.verify_ms)
             clock = ticket.clock
             clock.first_step_s = clock.first_step_s if clock.first_step_s is not None else now - step_ms / 1e3
             clock.last_step_s = now
@@ -256,15 +258,15 @@ class DecodeLoop:
             clock.tokens += len(result.token_ids)
             clock.draft_ms += landed.draft_ms
             clock.verify_ms += landed.verify_ms
-            clock.plain_ms += self._plain_ms(result, active, landed.verify_ms)
+            clock.plain_ms += self._plain_ms(result, sequence, active, landed.verify_ms)
             clock.drafts.see(result.num_drafted, result.num_accepted)
         self._metrics.count_step(landed.results, clients, landed.draft_ms, landed.verify_ms)
 
-    def _plain_ms(self, result: SlotResult, active: int, verify_ms: float) -> float:
+    def _plain_ms(self, result: SlotResult, sequence: Sequence, active: int, verify_ms: float) -> float:
         """What the tokens of a step would have cost without drafts: a step without drafts is its own measure."""
         if not result.num_drafted:
             return verify_ms
-        plain = self._tuner.plain_ms_per_token(active)
+        plain = self._tuner.plain_ms_per_token(active, sequence.length_bound_tokens)
         return len(result.token_ids) * plain if plain is not None else verify_ms
 
     def _retire(self) -> None:
@@ -311,7 +313,7 @@ class DecodeLoop:
     def _report(self) -> None:
         active = self._scheduler.active
         used = max((sequence.prompt_tokens + len(sequence.emitted_ids) for sequence in active), default=None)
-        plain = self._tuner.plain_ms_per_token(max(1, len(active)))
+        plain = self._tuner.plain_ms_per_token(max(1, len(active)), used or 0)
         tickets = [self._tickets[s.id] for s in active if s.id in self._tickets]
         busy = sum(t.clock.draft_ms + t.clock.verify_ms for t in tickets)
         gained = sum(t.clock.plain_ms for t in tickets)

@@ -161,6 +161,7 @@ class Scheduler:
                 continue
             sequence.length_bound_tokens -= 1 + planned[result.sequence_id].num_drafts - len(result.token_ids)
             sequence.emitted_ids.extend(result.token_ids)
+            sequence.see_phase(result.token_ids)
             if result.finish:
                 sequence.finish = result.finish
                 sequence.stage = Stage.FINISHED

@@ -34,7 +34,20 @@ class Sequence:
     emitted_ids: list[int] = field(default_factory=list)
     miss_reason: str = ""
     finish: str = ""
+    phase: str = "answer"
+    """Kind of text that the next token belongs to: `thinking` or `answer`."""
     cancelled: bool = False
+
+    def see_phase(self, token_ids: tuple[int, ...]) -> None:
+        """Follow the last token of the thinking markers through newly emitted tokens."""
+        rule = self.request.thinking
+        if rule is None:
+            return
+        for token_id in token_ids:
+            if token_id == rule.start_ids[-1]:
+                self.phase = "thinking"
+            elif token_id == rule.end_ids[-1]:
+                self.phase = "answer"
 
     @property
     def prompt_tokens(self) -> int:
