@@ -73,5 +73,7 @@ class LocalspecApp(App[None]):
                 )
         for slash in SLASHES:
             text = f"/{slash.name} " if " " in slash.usage else f"/{slash.name}"
-            yield SystemCommand(slash.usage, slash.help, lambda text=text: self.chat.put_prompt(text))
+            yield SystemCommand(
+                slash.usage.replace("[", "\\["), slash.help, lambda text=text: self.chat.put_prompt(text)
+            )
         yield SystemCommand("Quit", "Everything is saved", self.action_leave)

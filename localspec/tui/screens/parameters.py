@@ -28,6 +28,7 @@ class Parameters:
 class ParametersScreen(ModalScreen[Parameters | None]):
     """Returns the parameters after Ctrl+S or Enter, None after Esc."""
 
+    AUTO_FOCUS = "#system"
     BINDINGS = [  # noqa: RUF012 - the base class declares it
         Binding("ctrl+s", "apply", "Apply", priority=True),
         Binding("escape", "dismiss(None)", "Cancel", priority=True),
@@ -57,7 +58,7 @@ class ParametersScreen(ModalScreen[Parameters | None]):
                         yield Label(name)
                         yield Input(self._value(name), placeholder=self._default(name), compact=True, id=f"set-{name}")
             yield Label("", id="problem", markup=False)
-            yield Label("Ctrl+S or Enter applies · Tab next · empty: the model's own · Esc cancels", classes="hint")
+            yield Label("Ctrl+S applies · empty: the model's own · Esc cancels", classes="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.action_apply()

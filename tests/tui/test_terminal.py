@@ -1,0 +1,107 @@
+"""The app in a real terminal: keys through tmux, and a kill in mid-answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from localspec.chats import open_store
+
+ROOT = Path(__file__).parent.parent.parent
+APP = """
+import sys
+from pathlib import Path
+from localspec.api.scripted import Reply, Script, ScriptedEngine
+from localspec.chats import StoreWorker, open_store
+from localspec.tui.app import LocalspecApp
+from localspec.tui.options import UiOptions
+folder, text, rate = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+(folder / "pid").write_text(str(__import__("os").getpid()))
+store = StoreWorker(lambda: open_store(folder / "chats.sqlite3"))
+engine = ScriptedEngine(Script(replies=(Reply(text),), tok_per_s=rate))
+LocalspecApp(engine, store, UiOptions(export_dir=folder, copy_file=folder / "copied.txt")).run()
+store.close()
+print("left in good order")
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+class Tmux:
+    """A terminal of 100 x 30 with its own server, so that nobody's sessions are touched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._base = ["tmux", "-S", str(folder / "tmux")]
+
+    def start(self, text: str, rate: float) -> None:
+        (self.folder / "app.py").write_text(APP)
+        command = [sys.executable, str(self.folder / "app.py"), str(self.folder), text, str(rate)]
+        quoted = " ".join("'" + part.replace("'", "'\\''") + "'" for part in command)
+        subprocess.run(
+            [*self._base, "-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", f"{quoted}; sleep 30"],
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+            cwd=ROOT,
+        )
+
+    def keys(self, *keys: str) -> None:
+        subprocess.run([*self._base, "send-keys", *keys], check=True)
+
+    def screen(self) -> str:
+        return subprocess.run([*self._base, "capture-pane", "-p"], check=True, capture_output=True, text=True).stdout
+
+    def wait(self, ready: Callable[[str], bool], timeout_s: float = 30.0) -> str:
+        end_s = time.monotonic() + timeout_s
+        while not ready(screen := self.screen()):
+            assert time.monotonic() < end_s, f"the terminal shows:\n{screen}"
+            time.sleep(0.1)
+        return screen
+
+    def stop(self) -> None:
+        subprocess.run([*self._base, "kill-server"], check=False, capture_output=True)
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    terminal = Tmux(tmp_path)
+    yield terminal
+    terminal.stop()
+
+
+def test_chat_by_keys_in_tmux(tmux: Tmux) -> None:
+    tmux.start("Yes, **there** is.\n\n```sh\nls\n```\n", 0)
+    tmux.wait(lambda screen: "Ask something" in screen and "scripted (demo)" in screen)
+    tmux.keys("Is there", "C-j", "an answer?", "Enter")
+    screen = tmux.wait(lambda screen: "── sh" in screen and "tok/s" in screen)
+    assert "Is there\n" in screen.replace(" \n", "\n") and "an answer?" in screen and "Yes, there is." in screen
+    tmux.keys("C-d")
+    tmux.wait(lambda screen: "drafts refused" in screen)
+    tmux.keys("M-Up")
+    tmux.keys("Escape")
+    tmux.wait(lambda screen: "drafts refused" in screen)
+    tmux.keys("C-q")
+    tmux.wait(lambda screen: "left in good order" in screen)
+
+
+def test_kill_in_mid_answer_loses_at_most_a_second(tmux: Tmux, tmp_path: Path) -> None:
+    tmux.start("word " * 2000, 200)
+    tmux.wait(lambda screen: "Ask something" in screen)
+    tmux.keys("go", "Enter")
+    tmux.wait(lambda screen: screen.count("word") > 60)
+    shown = tmux.screen().count("word")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    time.sleep(0.2)
+    store = open_store(tmp_path / "chats.sqlite3")
+    question, answer = store.path(store.chats()[0].id)
+    assert question.content == "go" and answer.state == "interrupted"
+    # 200 characters a second are 40 words; what was shown and is more than a second old must be there.
+    assert answer.content.count("word") >= shown - 40
