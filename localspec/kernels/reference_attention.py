@@ -123,10 +123,22 @@ def _attend(
         values = _keys(pools[1], pages, run).permute(2, 0, 1, 3)  # [Hkv, splits of the run, 256, D]
         span = slice(run.first - first_split, run.last - first_split)
         for out_head, weight, value in zip(parts[:, span], weights[:, span], values, strict=True):
-            torch.bmm(weight, value, out=out_head)
+            _batched(weight, value, out_head)
     out = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
     rows = out[:, : num_rows * group].view(num_kv_heads, num_rows, group, head_dim)
     return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+
+
+def _batched(weight: Tensor, value: Tensor, out: Tensor) -> None:
+    """out[i] = weight[i] @ value[i]. weight: [n, rows, 256]; value: [n, 256, D]; out: [n, rows, D].
+
+    A batch of one is made two: alone, the library may share the 256 keys out to threads and sum them in another order
+    (seen with 3 threads and head sizes below 32).
+    """
+    if len(weight) > 1:
+        torch.bmm(weight, value, out=out)
+    else:
+        out.copy_(torch.bmm(weight.expand(2, -1, -1), value.expand(2, -1, -1))[:1])
 
 
 def _hide_keys(scores: Tensor, bounds: tuple[list[int], list[int]], first_split: int, group: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.ptx import run_ptx
 
 from localspec.kernels.fp8_pack import (
     Fp8Weight,
@@ -15,6 +14,7 @@ from localspec.kernels.fp8_pack import (
     random_packed_fp8,
     unpack_fp8,
 )
+from tests.kernels.ptx import run_ptx
 
 pytestmark = pytest.mark.torch
 
@@ -37,13 +37,13 @@ def test_unpack_inverts_pack(rows: int, columns: int, tile_rows: int, blocks: bo
 
 @pytest.mark.parametrize("native_multiply", [True, False])
 def test_decoder_ptx_is_exact(native_multiply: bool) -> None:
-    weight_stream = pytest.importorskip("localspec.kernels.triton.weight_stream")
+    weight_decode = pytest.importorskip("localspec.kernels.triton.weight_decode")
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]
     generator = torch.Generator().manual_seed(1)
     four = torch.stack([codes[torch.randperm(len(codes), generator=generator)] for _ in range(16)], dim=-1)
     words = encode_words(four.reshape(-1, 4, 4))
-    out = run_ptx(weight_stream.fp8_decode_asm(native_multiply), {f"${8 + r}": words[:, r] for r in range(4)})
+    out = run_ptx(weight_decode.fp8_decode_asm(native_multiply), {f"${8 + r}": words[:, r] for r in range(4)})
     for index in range(16):
         r, h, p = index // 4, index // 2 % 2, index % 2
         bits = (out[f"${2 * r + h}"] >> 16 * p & 0xFFFF).to(torch.int32) << 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.ptx import run_ptx
 
 from localspec.kernels.nvfp4_pack import (
     E2M1_VALUES,
@@ -15,6 +14,7 @@ from localspec.kernels.nvfp4_pack import (
     random_packed,
     unpack,
 )
+from tests.kernels.ptx import run_ptx
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +64,7 @@ def test_refuses_scales_that_are_nan_or_negative(code: int) -> None:
 @pytest.mark.parametrize("native_multiply", [True, False])
 def test_decoder_ptx_is_exact(native_multiply: bool) -> None:
     """Read the units as a lane does, decode with the kernel's own PTX, and compare every weight."""
-    weight_stream = pytest.importorskip("localspec.kernels.triton.weight_stream")
+    weight_decode = pytest.importorskip("localspec.kernels.triton.weight_decode")
     rows, columns, tile_rows = 64, 512, 32
     weight = random_weight(rows, columns, seed=2)
     weight.row_scale.fill_(1.0)
@@ -78,7 +78,7 @@ def test_decoder_ptx_is_exact(native_multiply: bool) -> None:
     for chunk in range(2):
         inputs = {f"${16 + i}": words[:, :, chunk, ..., i] for i in range(4)}
         inputs["$20"] = scales
-        out = run_ptx(weight_stream.nvfp4_decode_asm(chunk == 1, native_multiply), inputs)
+        out = run_ptx(weight_decode.nvfp4_decode_asm(chunk == 1, native_multiply), inputs)
         for r in range(8):
             for h in range(2):
                 for p in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -48,7 +50,16 @@ class Bed:
         return torch.einsum("hqk,khd->qhd", weights, self.values)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 20), (6, 1, 256), (2, 2, 128)])
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 20), (6, 1, 256), (2, 2, 128)])
 def test_attention_against_a_plain_softmax_and_itself(heads: int, kv_heads: int, head_dim: int) -> None:
     bed = Bed(heads, kv_heads, head_dim, 600)
     rows = torch.arange(600)

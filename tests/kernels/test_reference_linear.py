@@ -113,3 +113,20 @@ def test_embed_and_rope() -> None:
     )
     assert (got - torch.cat((turned.real, turned.imag, x[..., 6:]), -1)).abs().max() < 1e-6
     assert torch.equal(ops.norm_rope(x[2:3], None, positions[2:3], inv_freq), got[2:3])
+
+
+@pytest.mark.parametrize("width", [1, 20, 63, 576, 1000])
+def test_norms_and_rotations_keep_a_rows_bits(width: int) -> None:
+    torch.manual_seed(width)
+    ops = reference_ops()
+    x, norm = torch.randn(64, 2, width), Norm(torch.rand(width), 1e-6, plus_one=True)
+    positions, inv_freq = torch.randint(0, 5000, (64,)), torch.rand(width // 4)
+    normed, turned = ops.rms_norm(x, norm), ops.norm_rope(x, norm, positions, inv_freq)
+    products = ops.silu_mul(x, x + 1), ops.sigmoid_mul(x, x + 1)
+    for rows in range(1, 17):
+        for start in (0, 5, 64 - rows):
+            part = slice(start, start + rows)
+            assert torch.equal(ops.rms_norm(x[part], norm), normed[part])
+            assert torch.equal(ops.norm_rope(x[part], norm, positions[part], inv_freq), turned[part])
+            assert torch.equal(ops.silu_mul(x[part], x[part] + 1), products[0][part])
+            assert torch.equal(ops.sigmoid_mul(x[part], x[part] + 1), products[1][part])

@@ -73,6 +73,19 @@ def test_a_window_of_any_width_gives_the_same_bits(model: Model, whole: torch.Te
     assert torch.equal(torch.cat((first, then)), whole[245 : 250 + width])
 
 
+def test_more_threads_keep_a_rows_bits(model: Model) -> None:
+    ids = _ids(0, 280)
+    torch.set_num_threads(3)
+    try:
+        whole = Driver(model).prefill(0, ids)
+        for width in (1, 3, 8, 16):
+            driver = Driver(model)
+            driver.prefill(1, ids[:250], 100)
+            assert torch.equal(driver.verify({1: ids[250 : 250 + width]})[1], whole[250 : 250 + width]), width
+    finally:
+        torch.set_num_threads(1)
+
+
 def _wrong(tokens: list[int]) -> list[int]:
     return [(token + 1) % 128 for token in tokens]
 
