@@ -22,6 +22,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ls": ("localspec.commands.models:ls", "List models."),
     "show": ("localspec.commands.models:show", "Show what is known of a model."),
     "rm": ("localspec.commands.models:rm", "Remove an installed model."),
+    "ngram": ("localspec.commands.ngram:ngram", "Tables of your own text to draft from."),
+    "verify": ("localspec.commands.library:verify", "Hash the files of installed models."),
+    "prune": ("localspec.commands.library:prune", "Remove unfinished pulls."),
+    "df": ("localspec.commands.library:df", "Show disk use."),
+    "import": ("localspec.commands.library:import_", "Install a model from a file or folder."),
+    "doctor": ("localspec.commands.doctor:doctor", "Check this machine."),
     "bench": ("localspec.commands.bench:bench", "Measure drafting against plain decoding."),
 }
 

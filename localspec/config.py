@@ -13,6 +13,7 @@ from pathlib import Path
 import platformdirs
 
 DEMO_MODEL_ID = "smollm2-135m"
+DEFAULT_PORT = 8012
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Settings:
     no_color: bool = False
     over_ssh: bool = False
     in_tmux: bool = False
+    term: str | None = None
+    color_term: str | None = None
 
 
 def prepare_process() -> None:
@@ -106,4 +109,6 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
         no_color=bool(env.get("NO_COLOR")),
         over_ssh=bool(env.get("SSH_CONNECTION")),
         in_tmux=bool(env.get("TMUX")),
+        term=env.get("TERM"),
+        color_term=env.get("COLORTERM"),
     )

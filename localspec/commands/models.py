@@ -35,7 +35,7 @@ def pull(model: str, dry_run: bool, offline: bool, as_json: bool) -> None:
             catalogue(config).find(model),
             config.paths.data_dir,
             hub_settings(config),
-            _ProgressLines(),
+            ProgressLines(),
             offline=offline or config.network.offline,
             dry_run=dry_run,
         )
@@ -140,7 +140,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
 
-class _ProgressLines:
+class ProgressLines:
     """Progress on stderr: one moving line on a terminal, a plain line every few seconds elsewhere."""
 
     def __init__(self) -> None:

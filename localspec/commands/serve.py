@@ -28,7 +28,7 @@ from localspec.commands.options import (
     model_option,
     offline_option,
 )
-from localspec.config import Settings
+from localspec.config import DEFAULT_PORT, Settings
 
 if TYPE_CHECKING:
     from localspec.hub.records import PullProgress
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 @click.command()
 @model_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. Others need --api-key.")
-@click.option("--port", default=8012, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free port.")
+@click.option(
+    "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free port."
+)
 @click.option("--api-key", help="Ask clients for this key.")
 @click.option("--cors-origins", default="", help="Comma-separated origins whose pages may call, or *.")
 @drafter_option

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_PORT = 8012
+from localspec.config import DEFAULT_PORT
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""`verify`, `prune`, `df`, `import`: upkeep of the models on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from localspec.commands.common import EXIT_FAILED, Fail, fail, gib, installed_ids, print_json, settings
+from localspec.commands.models import ProgressLines
+from localspec.commands.options import json_option
+
+
+@click.command()
+@click.argument("model", required=False)
+@json_option
+def verify(model: str | None, as_json: bool) -> None:
+    """Hash every file of MODEL, or of all installed models."""
+    from localspec.hub.local import verify as check
+    from localspec.hub.records import HubError
+
+    config = settings()
+    problems: dict[str, list[str]] = {}
+    for model_id in [model] if model else installed_ids(config):
+        try:
+            problems[model_id] = list(check(config.paths.data_dir, model_id, lambda name: click.echo(name, err=True)))
+        except HubError as error:
+            fail(str(error), error.exit_code)
+    if as_json:
+        print_json(problems)
+    for model_id, found in problems.items():
+        if not as_json:
+            click.echo(f"{model_id}: {'whole' if not found else '; '.join(found)}")
+    if any(problems.values()):
+        raise Fail("some models are damaged; remove and pull them again", EXIT_FAILED)
+
+
+@click.command()
+def prune() -> None:
+    """Remove unfinished pulls and left-over builds that nothing touched for a while."""
+    from localspec.hub.local import prune as sweep
+
+    click.echo(f"{gib(sweep(settings().paths.data_dir))} given back")
+
+
+@click.command()
+@json_option
+def df(as_json: bool) -> None:
+    """Show what the models take and what the disk has left."""
+    from localspec.hub.local import disk_use
+
+    use = disk_use(settings().paths.data_dir)
+    if as_json:
+        print_json({**dataclasses.asdict(use), "total_bytes": use.total_bytes})
+        return
+    for model_id, size_bytes in use.models:
+        click.echo(f"{model_id:32} {gib(size_bytes):>12}")
+    click.echo(f"{'unfinished':32} {gib(use.partial_bytes):>12}\n{'free on this disk':32} {gib(use.free_bytes):>12}")
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--name", help="Id of the imported model. Default: from the file's name.")
+@json_option
+def import_(path: Path, name: str | None, as_json: bool) -> None:
+    """Install a .gguf file, or a folder with config.json and safetensors files, without the network."""
+    from localspec.hub.importing import import_path
+    from localspec.hub.records import HubError
+
+    try:
+        result = import_path(path, settings().paths.data_dir, ProgressLines(), name)
+    except HubError as error:
+        fail(str(error), error.exit_code)
+    if as_json:
+        print_json({"id": result.model_id, "directory": result.directory, "files": dict(result.files)})
+    else:
+        click.echo(f"{result.model_id}: ready")
