@@ -13,12 +13,15 @@ from localspec.kernels.weights import DenseWeight, LogicalWeight
 class RandomCheckpoint:
     """Meets `formats.Checkpoint`: the same shapes and seed give the same weights. Norm weights lie around 1."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int = 0, device: str | torch.device = "cpu"
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tensors: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             values = torch.randn(shape, generator=generator)
-            self.tensors[name] = 1.0 + 0.2 * values if "norm" in name else values * (1.2 / shape[-1] ** 0.5)
+            scaled = 1.0 + 0.2 * values if "norm" in name else values * (1.2 / shape[-1] ** 0.5)
+            self.tensors[name] = scaled.to(device)
         self.fingerprint = f"random-{seed}"
         self._read: set[str] = set()
 

@@ -140,7 +140,7 @@ def tiny(setup: DrafterSetup) -> Drafter:
         shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         shapes |= attention_shapes(f"{at}self_attn.", (hidden, heads * head_dim, 2 * head_dim), hidden)
         shapes |= mlp_shapes(f"{at}mlp.", hidden, inner)
-    model = architecture("llama").load(config, RandomCheckpoint(shapes), setup.ops)
+    model = architecture("llama").load(config, RandomCheckpoint(shapes, device=setup.ops.device), setup.ops)
     to_target = torch.arange(size).flip(0) * 2
     to_draft = (size - 1 - torch.arange(setup.model.vocab_size) // 2).clamp(min=0)
     return make(model, VocabularyMap(to_target, to_draft, size), setup)

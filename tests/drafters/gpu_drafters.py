@@ -37,10 +37,9 @@ def no_waiting() -> Iterator[None]:
 
 
 def session_of(name: str) -> Session:
-    ops = TritonOps(torch.device("cuda"))
+    ops = TritonOps(torch.device("cuda", torch.cuda.current_device()))
     config = architecture("llama").tiny_config() | {"hidden_size": 128, "head_dim": 16, "intermediate_size": 128}
-    weights = RandomCheckpoint(tensor_shapes(config, config))
-    weights.tensors = {each: tensor.cuda() for each, tensor in weights.tensors.items()}
+    weights = RandomCheckpoint(tensor_shapes(config, config), device=ops.device)
     model = architecture("llama").load(config, weights, ops)
     drafter = drafter_module(name).tiny(DrafterSetup(ops, model, MAX_SLOTS, CONTEXT_TOKENS))
     return Session(model, drafter, "cuda", ops.prefill_row_multiple)
