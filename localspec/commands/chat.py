@@ -24,6 +24,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    learn_option,
     model_option,
     offline_option,
 )
@@ -46,6 +47,7 @@ START_TIMEOUT_S = 120.0
 @context_option
 @device_option
 @offline_option
+@learn_option
 @click.option("--private", is_flag=True, help="Write nothing of this chat to the disk.")
 @click.option("--plain", is_flag=True, help="Lines in and out, no cursor tricks.")
 @click.option("--keep", is_flag=True, help="Leave the engine running when the last chat ends.")
@@ -93,6 +95,7 @@ def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
     for name in ("depth", "context"):
         if options[name] is not None:
             arguments += [f"--{name}", str(options[name])]
+    arguments += [] if options["learn"] else ["--no-learn"]
     return [*arguments, *(["--offline"] if options["offline"] else [])]
 
 

@@ -89,11 +89,11 @@ def watch(name: str, paths: tuple[Path, ...], model: str | None, every_s: float,
     """Keep table NAME in step with the files at PATHS until Ctrl-C."""
     done = 0
     with _explained(name):
+        sync = _existing(name, model, remove_missing=True)
         while rounds is None or done < rounds:
             if done:
                 time.sleep(every_s)
             done += 1
-            sync = _existing(name, model, remove_missing=True)
             if not sync.changed(paths):
                 continue
             try:

@@ -17,6 +17,7 @@ from localspec.commands.options import (
     device_option,
     drafter_option,
     json_option,
+    learn_option,
     model_option,
     offline_option,
 )
@@ -30,6 +31,7 @@ from localspec.commands.options import (
 @context_option
 @device_option
 @offline_option
+@learn_option
 @json_option
 @click.option("--temperature", type=click.FloatRange(0.0), help="0 is greedy. Default: the model's own.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Default: what the context leaves.")
@@ -44,7 +46,14 @@ def run(**options: Any) -> None:
 
     engine = LocalEngine(
         make_locator(config, options["offline"] or config.network.offline),
-        EngineOptions(options["device"], options["context"], options["drafter"], options["depth"]),
+        EngineOptions(
+            options["device"],
+            options["context"],
+            options["drafter"],
+            options["depth"],
+            ngram_dir=config.paths.ngram_dir,
+            ngram_learn=options["learn"],
+        ),
     )
     prompt = read_prompt(options["prompt"])
     model_id = options["model"] or default_model(config)

@@ -25,6 +25,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    learn_option,
     model_option,
     offline_option,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 @context_option
 @device_option
 @offline_option
+@learn_option
 @click.option("--for-chat", is_flag=True, hidden=True, help="Started by chat: announce the address in the data folder.")
 @click.option("--until-unused", is_flag=True, hidden=True, help="Stop when the last chat has left.")
 def serve(**options: Any) -> None:
@@ -62,7 +64,14 @@ def serve(**options: Any) -> None:
     offline = options["offline"] or config.network.offline
     engine = LocalEngine(
         make_locator(config, offline),
-        EngineOptions(options["device"], options["context"], options["drafter"], options["depth"]),
+        EngineOptions(
+            options["device"],
+            options["context"],
+            options["drafter"],
+            options["depth"],
+            ngram_dir=config.paths.ngram_dir,
+            ngram_learn=options["learn"],
+        ),
     )
     try:
         port_settings = ServerSettings(

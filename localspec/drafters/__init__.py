@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -29,12 +29,16 @@ class Depths:
 
     max_depth: host integer at or above every depth; the Draft has this many columns.
     slots: host list of slots in question. length_bounds: host upper bounds of their lengths, same order.
+    sampled: whether some of them draw with a temperature; if the host knows that none does, drafters spare the noise.
+    only_sure: another drafter stands ready for the slots that get nothing, so speak only where it is likely right.
     """
 
     depths: Tensor
     max_depth: int
     slots: tuple[int, ...]
     length_bounds: tuple[int, ...]
+    sampled: bool = True
+    only_sure: bool = False
 
 
 class Drafter(Protocol):
@@ -66,12 +70,24 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass
+class NgramCounts:
+    """What a table was worth; counted by the drafter, read from any thread."""
+
+    drafts: int = 0
+    """Verified ones."""
+    accepted_tokens: int = 0
+    silent: int = 0
+    """Answers that were not proposed, because the table did not pay lately."""
+
+
 @dataclass(frozen=True)
 class NgramTableHandle:
     """An opened n-gram table of the target's tokenizer, and the name under which it is shown."""
 
     name: str
     table: NgramTable
+    counts: NgramCounts = field(default_factory=NgramCounts)
 
 
 @dataclass(frozen=True)

@@ -79,22 +79,11 @@ class Guess:
 
 
 @dataclass
-class NgramCounts:
-    """What all tables together did; read from any thread."""
-
-    guesses: int = 0
-    accepted_tokens: int = 0
-    silent: int = 0
-    """Guesses that were found and not proposed."""
-
-
-@dataclass
 class Advisor:
     """Asks the tables, remembers what they were worth. One thread at a time."""
 
     handles: tuple[NgramTableHandle, ...]
     policy: NgramPolicy
-    counts: NgramCounts = field(default_factory=NgramCounts)
     _worth: dict[tuple[int, int], Worth] = field(default_factory=dict)
 
     def ask(self, context: Sequence[int]) -> tuple[Guess, ...]:
@@ -118,13 +107,15 @@ class Advisor:
         """The text went on with `came` (at least one token)."""
         for guess in guesses:
             self._worth_of(guess.table, guess.found.match_tokens).see(guess.tokens[0] == came[0])
-        if guesses:
-            self.counts.silent += not guesses[0].speaks
+            self.handles[guess.table].counts.silent += not guess.speaks
 
-    def count(self, accepted_tokens: int) -> None:
-        """A draft of a table was verified."""
-        self.counts.guesses += 1
-        self.counts.accepted_tokens += accepted_tokens
+    def count(self, guess: Guess, ran: Sequence[int], came: Sequence[int]) -> None:
+        """The drafts `ran` were verified, whoever proposed them, and `came` was emitted."""
+        if guess.speaks and ran and tuple(ran) == guess.tokens[: len(ran)]:
+            right = [ours == theirs for ours, theirs in zip(ran, came, strict=False)]
+            counts = self.handles[guess.table].counts
+            counts.drafts += 1
+            counts.accepted_tokens += right.index(False) if False in right else len(right)
 
     def prefetch(self, known: Sequence[int], draft: Sequence[int]) -> None:
         """Have read what the tables may be asked next, after 0 to all tokens of the draft."""

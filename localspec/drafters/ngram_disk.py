@@ -102,7 +102,9 @@ class NgramDiskDrafter:
             came = state.history[number, slot.known_tokens : lengths[number]].tolist() if slot.guesses else []
             if came:
                 start = starts[number]
-                self._judge(slot, came, rows.token_ids[start + 1 : start + windows[number]].tolist())
+                self.advisor.judge(slot.guesses, came)
+                ran = rows.token_ids[start + 1 : start + windows[number]].tolist()
+                self.advisor.count(slot.guesses[0], ran, came)
             slot.guesses = ()
             # What a drafter before this one had accepted could not be foreseen; these pages come soon enough for the
             # step after the next at worst.
@@ -119,14 +121,6 @@ class NgramDiskDrafter:
         best = slot.guesses[0] if slot.guesses else None
         self.advisor.prefetch(tail, best.tokens[:depth] if best is not None else ())
         return best if best is not None and best.speaks else None
-
-    def _judge(self, slot: _Slot, came: list[int], ran: list[int]) -> None:
-        """`came` were emitted after the position guessed for; `ran` are the drafts that were verified, of whomever."""
-        self.advisor.judge(slot.guesses, came)
-        best = slot.guesses[0]
-        if best.speaks and ran and ran == list(best.tokens[: len(ran)]):
-            right = [ours == theirs for ours, theirs in zip(ran, came, strict=False)]
-            self.advisor.count(right.index(False) if False in right else len(right))
 
     def _prefetch_prompt(self, number: int, state: SequenceState) -> None:
         slot = self._slots.setdefault(number, _Slot())

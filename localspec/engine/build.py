@@ -17,15 +17,17 @@ from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
-from localspec.drafters import Drafter, DrafterSetup, drafter_module, drafter_names
+from localspec.drafters import Drafter, DrafterSetup, NgramTableHandle, drafter_module, drafter_names
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
+from localspec.engine.ngram_tables import NgramTables
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
 from localspec.engine.tuner import Tuner
 from localspec.formats.checkpoint import open_checkpoint
+from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
@@ -39,6 +41,8 @@ CACHED_CONTEXTS = 2
 MAX_SNAPSHOTS = 16
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
+NGRAM_DISK = "ngram_disk"
+NGRAM_CHAIN = f"ngram+{NGRAM_DISK}"
 Report = Callable[[str], None]
 
 
@@ -53,6 +57,10 @@ class EngineOptions:
     max_queued: int = 64
     synthetic_acceptance: tuple[float, ...] = ()
     """Marginal rates at which drafts are accepted whatever the model says; benchmarks only."""
+    ngram_dir: Path | None = None
+    """Where n-gram tables lie; None runs without."""
+    ngram_learn: bool = True
+    """Keep answers, never private ones, in a table of the user's own under `ngram_dir`."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Built:
     info: ModelInfo
     text: TextStage
     parts: Assembled
+    tables: NgramTables | None = None
+    """To be closed after the loop has stopped."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -152,9 +162,15 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     model, ops = load_model(place.folder, options.device)
     limit = _context_limit(model, ops, options)
     text = TextStage(place.folder, limit)
-    drafters = weightless_drafters(model, ops, limit)
-    report("laying out memory")
-    assembled = assemble(model, ops, limit, drafters, options)
+    tables = open_tables(place.folder, options, report)
+    try:
+        drafters = weightless_drafters(model, ops, limit, tables.handles if tables is not None else ())
+        report("laying out memory")
+        assembled = assemble(model, ops, limit, drafters, options)
+    except BaseException:
+        if tables is not None:
+            tables.close()
+        raise
     info = ModelInfo(
         id=place.id,
         title=place.title,
@@ -168,7 +184,14 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
         sampling=text.default_sampling(),
     )
     assembled.metrics.update(model_id=place.id)
-    return Built(info, text, assembled)
+    return Built(info, text, assembled, tables)
+
+
+def open_tables(folder: Path, options: EngineOptions, report: Report) -> NgramTables | None:
+    """The n-gram tables that fit the tokenizer of a model's folder, or None if the options name no place for any."""
+    if options.ngram_dir is None:
+        return None
+    return NgramTables(options.ngram_dir, tokenizer_fingerprint(folder), options.ngram_learn, report)
 
 
 def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:
@@ -189,10 +212,16 @@ def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
     return min(limit, DEFAULT_CPU_CONTEXT_TOKENS) if ops.device.type == "cpu" else limit
 
 
-def weightless_drafters(model: Model, ops: Ops, limit: int) -> dict[str, Drafter]:
-    """Every drafter that needs no weights of its own, except `off`, which is the absence of one."""
-    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=limit)
-    modules = {name: drafter_module(name) for name in drafter_names() if name != "off"}
+def weightless_drafters(
+    model: Model, ops: Ops, limit: int, tables: tuple[NgramTableHandle, ...] = ()
+) -> dict[str, Drafter]:
+    """Every drafter that needs no weights of its own, except `off`, which is the absence of one.
+
+    Without tables there is nothing that `ngram_disk` could speak from, so it is left out.
+    """
+    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=limit, ngram_tables=tables)
+    absent = {"off"} if tables else {"off", NGRAM_DISK}
+    modules = {name: drafter_module(name) for name in drafter_names() if name not in absent}
     return {name: module.build(setup) for name, module in modules.items() if not module.needs_weights}
 
 
@@ -212,7 +241,9 @@ def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
 
 
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
-    limits = {name: drafters.max_depth(name) for name in drafters.names}
+    # A table adds to what the text itself gives, so the two also run as one chain.
+    chains = (NGRAM_CHAIN,) if drafters.knows(NGRAM_CHAIN) else ()
+    limits = {name: drafters.max_depth(name) for name in (*drafters.names, *chains)}
     return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
 
 

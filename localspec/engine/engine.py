@@ -79,7 +79,8 @@ class LocalEngine:
             drafter, depth = tuner.default_drafter, tuner.default_depth or 0
             if drafter == "auto":
                 drafter, depth = f"auto: {tuner.chosen[0]}", tuner.chosen[1]
-            return replace(built.parts.metrics.snapshot(), drafter=drafter, depth=depth)
+            storage = built.tables.figures() if built.tables is not None else {}
+            return replace(built.parts.metrics.snapshot(), drafter=drafter, depth=depth, storage=storage)
         if self._failure is not None:
             return MetricsSnapshot(state="failed", stage=self._failure.message, model_id=self._loading_id)
         return MetricsSnapshot(state="loading", stage=self._stage, model_id=self._loading_id)
@@ -136,6 +137,8 @@ class LocalEngine:
     async def forget(self, chat_id: str) -> None:
         built = self._ready()
         built.text.tokenizer.memory.clear()
+        if built.tables is not None:
+            built.tables.forget(chat_id)
         await asyncio.wrap_future(built.parts.loop.forget(chat_id))
 
     async def load(self, model_id: str) -> ModelInfo:
@@ -157,6 +160,8 @@ class LocalEngine:
         built, self._built = self._built, None
         if built is not None:
             await asyncio.to_thread(built.parts.loop.stop)
+            if built.tables is not None:
+                await asyncio.to_thread(built.tables.close)
 
     def _load(self, model_id: str) -> None:
         try:
@@ -217,6 +222,8 @@ class LocalEngine:
             yield Delta(tail.text, tail.token_ids, tail.spans)
         if end.finish in ("stop", "length"):
             await asyncio.to_thread(built.text.remember, answer.prepared, tuple(answer.ids))
+            if built.tables is not None:
+                built.tables.remember(answer.prepared.request, tuple(answer.ids))
         yield self._done(answer, end, end.finish, tail.stop_text)
 
     def _push(self, answer: _Answer, result: SlotResult) -> Piece:
