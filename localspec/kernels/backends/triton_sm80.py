@@ -31,6 +31,8 @@ PRIORITY = 10
 SMALL_ROWS = 16
 PREFILL_ROW_MULTIPLE = 256
 OLDEST_CAPABILITY = (8, 0)
+MAX_TICKETS = 4096
+"""Slots times value heads of a GDN layer; each kernel leaves its tickets at zero."""
 
 
 def supports(device: str) -> str | None:
@@ -47,7 +49,8 @@ def supports(device: str) -> str | None:
 
 def create(device: str) -> TritonOps:
     """The back end on a card, with bf16 activations."""
-    return TritonOps(torch.device(device))
+    index = torch.device(device).index
+    return TritonOps(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
 
 class TritonOps:
@@ -61,6 +64,7 @@ class TritonOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._workspace: StreamWorkspace | None = None
+        self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         """Stack NVFP4 or FP8 parts in their format, anything else in bf16. Raises ValueError for unlike gated parts."""
@@ -167,7 +171,7 @@ class TritonOps:
         """See `Ops.gdn`. Prefill multiplies in tf32 with float32 sums; the state stays float32."""
         out = torch.empty(inputs.z.shape, dtype=self.activation_dtype, device=self.device)
         if inputs.kind == "verify":
-            return gdn.gdn_window(inputs, weights, state, out)
+            return gdn.gdn_window(inputs, weights, state, self._tickets, out)
         return gdn_prefill.gdn_prefill(inputs, weights, state, out, "tf32")
 
     def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:

@@ -1,12 +1,16 @@
-"""Attention of a verify step over paged keys and values: fixed splits, merged in order.
+"""Attention of a verify step over paged keys and values: fixed blocks of keys, merged in one fixed order.
 
-Knows rows, slots, block tables and splits. Does not write the cache (`kv_store.py`) nor serve prompts
+Knows rows, slots, block tables and blocks of keys. Does not write the cache (`norm_rope.py`) nor serve prompts
 (`attention_prefill.py`). Specification: `reference_attention.py`.
 
-A block holds 16 or 32 (row, head) pairs of one slot and key head as the N side of its matmuls: keys and values are read
-from memory once for all heads of the group, and further rows find them in the L2 cache. Its shape is the same for every
-number of rows, so a row's sums have one order. The number of blocks does not depend on the context: each takes every
-n-th split below its rows' last key, which is read from the device, so one captured graph serves every length.
+Order of sums: 32 keys are one softmax of their own; 8 such blocks are folded in order into a group of 256 keys; groups
+are merged 16 at a time. Short contexts spread single blocks over the card and leave the fold of 8 to the merge; long
+ones fold in registers and write an eighth as much. Both use `fold`, so the bits are the same, and the length that
+decides is read from the device: one captured graph serves every length.
+
+A program holds 16 (row, head) pairs of one slot and key head as the N side of its matmuls: keys and values come from
+memory once for all heads of the group, and further rows find them in the L2 cache. Its shape is the same for every
+number of rows, so a row's sums have one order.
 """
 
 from __future__ import annotations
@@ -18,114 +22,91 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import Paging
-from localspec.kernels.triton.cache_values import E4M3_SHIFT, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.triton.cache_values import E4M3_SCALE, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.triton.cards import dependent_launch
 
-SPLIT_KEYS = 256
+BLOCK_KEYS = 32
+GROUP_BLOCKS = 8
+FINE_KEYS = 4096
+"""Up to this length single blocks are spread over the card."""
+PAIRS = 16
 MAX_ROWS = 16
-MERGE_SPLITS = 16
-TARGET_BLOCKS = 264
-"""Blocks of the split kernel that fill a card: two for each of 132 multiprocessors."""
+MERGE_GROUPS = 16
+TARGET_PROGRAMS = 528
+"""Programs of the split kernel: four for each of 132 multiprocessors."""
+
+
+@triton.jit
+def fold(acc, top, weight_sum, part_acc, part_top, part_sum):
+    """Two partial softmaxes into one. acc: [A, B], the others [B]; FMAs are explicit, so all callers get the same bits.
+
+    An empty part (top -inf, sum and acc zero) changes nothing.
+    """
+    new_top = tl.maximum(top, part_top)
+    # Where neither saw a key there is no maximum; any finite one keeps NaN out.
+    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    keep = tl.exp2(top - finite_top)
+    share = tl.exp2(part_top - finite_top)
+    wide_keep = keep[None, :] + tl.zeros_like(acc)
+    acc = tl.fma(acc, wide_keep, part_acc * share[None, :])
+    return acc, new_top, tl.fma(weight_sum, keep, part_sum * share)
 
 
 @triton.jit
 def attend_block(
-    q,
-    acc,
-    top,
-    weight_sum,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    first_key,
-    last_key,
-    begin,
-    end,
-    scale,
-    kv_head,
-    HEADS_KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """One block of keys [first_key, first_key + BLOCK_N), all in one page, into the running softmax.
+    q, k_ptr, v_ptr, page, first_key, last_key, begin, end, scale, kv_head, HEADS_KV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Softmax over keys [first_key, first_key + BLOCK), all in one page -> acc [D, M], top [M], sum of weights [M].
 
-    q: [D, M]; acc: [D, M]; top, weight_sum: [M]; begin, end: [M] keys that each pair sees; `last_key`: above every
-    `end`. Scores are in powers of two. A pair that sees none of the keys keeps its sums bit for bit.
+    q: [D, M]; begin, end: [M] keys that each pair sees; last_key: above every `end`. Scores are in powers of two.
     """
-    page = tl.load(table_ptr + first_key // PAGE).to(tl.int64)
-    keys = first_key + tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, D)
-    first_token = page * PAGE + first_key % PAGE
-    base = (first_token * HEADS_KV + kv_head) * D
-    offsets = (tl.arange(0, BLOCK_N) * (HEADS_KV * D))[:, None] + dims[None, :]
+    keys = first_key + tl.arange(0, BLOCK)
+    base = ((page.to(tl.int64) * PAGE + first_key % PAGE) * HEADS_KV + kv_head) * D
+    offsets = (tl.arange(0, BLOCK) * (HEADS_KV * D))[:, None] + tl.arange(0, D)[None, :]
     present = (keys < last_key)[:, None]
-    k = load_cached(k_ptr + base + offsets, present, FP8, q.dtype)
+    k = load_cached(k_ptr + base + offsets, present, FP8, ASM, q.dtype)
     scores = tl.dot(k, q) * scale
     seen = (keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :])
     scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=0))
-    # A pair that has seen no key yet has no maximum; any finite one keeps NaN out.
-    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - finite_top[None, :])
-    keep = tl.exp2(top - finite_top)
-    weight_sum = weight_sum * keep + tl.sum(weights, axis=0)
-    v = load_cached(v_ptr + base + offsets, present, FP8, q.dtype)
-    if FP8:
-        weights = weights * E4M3_SHIFT
-    acc = tl.dot(tl.trans(v), weights.to(q.dtype), acc * keep[None, :])
-    return acc, new_top, weight_sum
+    top = tl.max(scores, axis=0)
+    weights = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    v = load_cached(v_ptr + base + offsets, present, FP8, ASM, q.dtype)
+    return tl.dot(tl.trans(v), weights.to(q.dtype)), top, tl.sum(weights, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "row_tiles"])
 def attention_split_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    slots_ptr,
-    begin_ptr,
-    end_ptr,
-    acc_ptr,
-    top_ptr,
-    sum_ptr,
-    num_rows,
-    table_stride,
-    max_splits,
-    q_row_stride,
-    q_head_stride,
-    scale_log2,
-    GROUP: tl.constexpr,
-    HEADS_KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    FP8: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Grid: (blocks, Hkv, S * ROW_TILES). Each split of each row: unnormed output, maximum and sum of weights.
+    q_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr, num_rows, table_stride,
+    max_parts, row_tiles, q_row_stride, q_head_stride, scale_log2, GROUP: tl.constexpr, HEADS_KV: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr, FINE_LIMIT: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs, Hkv, S * row_tiles). Each part of each row: unnormed output, maximum and sum of weights.
 
-    acc_ptr: [R, H, max_splits, D]; top_ptr, sum_ptr: [R, H, max_splits]; all float32. Rows of a slot are contiguous.
+    acc_ptr: [R, H, max_parts, D]; top_ptr, sum_ptr: [R, H, max_parts]; all float32. A part is BLOCK keys where the
+    slot's last key is at most FINE_LIMIT, else COARSE keys. Rows of a slot are contiguous.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     kv_head = tl.program_id(1)
-    slot = (tl.program_id(2) // ROW_TILES).to(tl.int64)
-    tile = tl.program_id(2) % ROW_TILES
+    slot = (tl.program_id(2) // row_tiles).to(tl.int64)
     all_rows = tl.arange(0, ROWS)
     own = tl.load(slots_ptr + all_rows, mask=all_rows < num_rows, other=-1) == slot
     count = tl.sum(own.to(tl.int32), axis=0)
-    tile_first = tile * (PAIRS // GROUP)
+    tile_first = (tl.program_id(2) % row_tiles) * (PAIRS // GROUP)
     if tile_first >= count:
         return
-    first_row = tl.min(tl.where(own, all_rows, ROWS), axis=0)
+    last_key = tl.max(tl.load(end_ptr + all_rows, mask=own, other=0), axis=0).to(tl.int32)
+    part_keys = tl.where(last_key <= FINE_LIMIT, BLOCK, COARSE)
     pair = tl.arange(0, PAIRS)
     member = tile_first + pair // GROUP
     valid = (member < count) & (pair < PAIRS // GROUP * GROUP)
-    row = (first_row + member).to(tl.int64)
+    row = (tl.min(tl.where(own, all_rows, ROWS), axis=0) + member).to(tl.int64)
     head = kv_head * GROUP + pair % GROUP
     begin = tl.load(begin_ptr + row, mask=valid, other=0x7FFFFFFF).to(tl.int32)
     end = tl.load(end_ptr + row, mask=valid, other=0).to(tl.int32)
@@ -134,101 +115,78 @@ def attention_split_kernel(
     dims = tl.arange(0, D)
     q_offsets = row * q_row_stride + head * q_head_stride
     q = tl.load(q_ptr + q_offsets[None, :] + dims[:, None], mask=valid[None, :], other=0.0)
-    scale = scale_log2
     if FP8:
-        q = (q.to(tl.float32) * E4M3_SHIFT).to(tl.bfloat16)
-        scale = scale * E4M3_SHIFT
+        q = q.to(tl.float16)
     table_ptr = tables_ptr + slot * table_stride
-    for split in range(first_key // SPLIT + tl.program_id(0), tl.cdiv(last_key, SPLIT), tl.num_programs(0)):
+    for part in range(first_key // part_keys + tl.program_id(0), tl.cdiv(last_key, part_keys), tl.num_programs(0)):
         acc = tl.zeros([D, PAIRS], tl.float32)
         top = tl.full([PAIRS], float("-inf"), tl.float32)
         weight_sum = tl.zeros([PAIRS], tl.float32)
-        block_begin = tl.maximum(split * SPLIT, first_key // BLOCK_N * BLOCK_N)
-        block_end = tl.minimum(split * SPLIT + SPLIT, last_key)
-        for key in tl.range(block_begin, block_end, BLOCK_N, num_stages=STAGES):
-            acc, top, weight_sum = attend_block(
-                q,
-                acc,
-                top,
-                weight_sum,
-                k_ptr,
-                v_ptr,
-                table_ptr,
-                key,
-                last_key,
-                begin,
-                end,
-                scale,
-                kv_head,
-                HEADS_KV,
-                D,
-                PAGE,
-                BLOCK_N,
-                FP8,
-            )
-        if FP8:
-            acc = acc * E4M3_SHIFT
-        place = (row * (HEADS_KV * GROUP) + head) * max_splits + split
+        block_begin = tl.maximum(part * part_keys, first_key // BLOCK * BLOCK)
+        for key in tl.range(block_begin, tl.minimum(part * part_keys + part_keys, last_key), BLOCK, num_stages=STAGES):
+            block_acc, block_top, block_sum = attend_block(
+                q, k_ptr, v_ptr, tl.load(table_ptr + key // PAGE), key, last_key, begin, end, scale_log2, kv_head,
+                HEADS_KV, D, PAGE, BLOCK, FP8, ASM,
+            )  # fmt: skip
+            acc, top, weight_sum = fold(acc, top, weight_sum, block_acc, block_top, block_sum)
+        place = (row * (HEADS_KV * GROUP) + head) * max_parts + part
         tl.store(top_ptr + place, top, mask=valid)
         tl.store(sum_ptr + place, weight_sum, mask=valid)
         tl.store(acc_ptr + place[None, :] * D + dims[:, None], acc, mask=valid[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "max_parts"])
 def attention_merge_kernel(
-    acc_ptr,
-    top_ptr,
-    sum_ptr,
-    slots_ptr,
-    begin_ptr,
-    end_ptr,
-    gate_ptr,
-    out_ptr,
-    max_splits,
-    gate_row_stride,
-    gate_head_stride,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MERGE: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Grid: (R, H, D / BLOCK_D). Sum a row's splits in order, MERGE at a time, and gate; padding rows become zero."""
+    acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, gate_row_stride,
+    gate_head_stride, out_scale, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, FINE_LIMIT: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (R, H, D / BLOCK_D). Fold a row's parts, BLOCKS to a group, merge its groups in order, MERGE at a time,
+    and gate. Padding rows become zero. out_ptr: [R, H, D]; out_scale: a factor of every value.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = (tl.load(begin_ptr + row) // SPLIT).to(tl.int32)
-    last = tl.cdiv(tl.load(end_ptr + row), SPLIT).to(tl.int32)
-    if tl.load(slots_ptr + row) < 0:
-        last = first
-    base = (row * H + head) * max_splits
+    slot = tl.load(slots_ptr + row)
+    all_rows = tl.arange(0, ROWS)
+    own = tl.load(slots_ptr + all_rows, mask=all_rows < num_rows, other=-1) == slot
+    fine = tl.max(tl.load(end_ptr + all_rows, mask=own, other=0), axis=0) <= FINE_LIMIT
+    begin = tl.load(begin_ptr + row).to(tl.int32)
+    end = tl.where(slot < 0, 0, tl.load(end_ptr + row)).to(tl.int32)
+    base = (row * H + head) * max_parts
     total = tl.zeros([BLOCK_D], tl.float32)
-    total_max = -1.0e30
+    total_top = -1.0e30
     total_sum = 0.0
-    for batch in range(first, last, MERGE):
-        splits = batch + tl.arange(0, MERGE)
-        present = splits < last
-        maxima = tl.load(top_ptr + base + splits, mask=present, other=float("-inf"))
-        sums = tl.load(sum_ptr + base + splits, mask=present, other=0.0)
-        parts = tl.load(acc_ptr + (base + splits)[:, None] * D + dims[None, :], mask=present[:, None], other=0.0)
-        new_max = tl.maximum(total_max, tl.max(maxima, axis=0))
-        keep = tl.exp2(total_max - new_max)
-        weights = tl.exp2(maxima - new_max)
-        total = total * keep + tl.sum(parts * weights[:, None], axis=0)
-        total_sum = total_sum * keep + tl.sum(sums * weights, axis=0)
-        total_max = new_max
-    out = total / tl.where(total_sum == 0.0, 1.0, total_sum)
+    for batch in range(begin // (BLOCK * BLOCKS), tl.cdiv(end, BLOCK * BLOCKS), MERGE):
+        groups = batch + tl.arange(0, MERGE)
+        acc = tl.zeros([BLOCK_D, MERGE], tl.float32)
+        top = tl.full([MERGE], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([MERGE], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            index = groups * BLOCKS + block
+            # A coarse part stands for its whole group; the other places are empty.
+            present = (index >= begin // BLOCK) & (index < tl.cdiv(end, BLOCK))
+            present = tl.where(fine, present, (groups * (BLOCK * BLOCKS) < end) & (block == 0))
+            place = base + tl.where(fine, index, groups)
+            part_top = tl.load(top_ptr + place, mask=present, other=float("-inf"))
+            part_sum = tl.load(sum_ptr + place, mask=present, other=0.0)
+            part = tl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=present[None, :], other=0.0)
+            acc, top, weight_sum = fold(acc, top, weight_sum, part, part_top, part_sum)
+        new_top = tl.maximum(total_top, tl.max(top, axis=0))
+        keep = tl.exp2(total_top - new_top)
+        share = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(acc * share[None, :], axis=1)
+        total_sum = total_sum * keep + tl.sum(weight_sum * share, axis=0)
+        total_top = new_top
+    out = total * out_scale / tl.where(total_sum == 0.0, 1.0, total_sum)
     if GATED:
         gate = tl.load(gate_ptr + row * gate_row_stride + head * gate_head_stride + dims).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + (row * H + head) * D + dims, out.to(out_ptr.dtype.element_ty))
-
-
-def pairs_in_block(head_dim: int, device: torch.device) -> int:
-    """Pairs that a block holds without spilling: on sm_90 and sm_100 queries stay in shared memory, not in registers."""
-    wide = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return 32 if wide or head_dim <= 128 else 16
 
 
 def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, paging: Paging) -> None:
@@ -267,41 +225,32 @@ def paged_attention(
         raise ValueError(f"a verify step has at most {MAX_ROWS} rows, not {num_rows}")
     k_bytes, fp8 = cache_bytes(k_pages)
     v_bytes, _ = cache_bytes(v_pages)
-    num_slots = paging.block_tables.shape[0]
-    max_splits = triton.cdiv(paging.max_key_bound, SPLIT_KEYS)
-    pairs = max(pairs_in_block(head_dim, q.device), triton.next_power_of_2(group))
+    bound = paging.max_key_bound
+    max_parts = triton.cdiv(min(bound, FINE_KEYS), BLOCK_KEYS)
+    max_parts = max(max_parts, triton.cdiv(bound, BLOCK_KEYS * GROUP_BLOCKS) if bound > FINE_KEYS else 0)
+    pairs = max(PAIRS, triton.next_power_of_2(group))
     row_tiles = triton.cdiv(num_rows, pairs // group)
-    blocks = min(max_splits, triton.cdiv(TARGET_BLOCKS, num_kv_heads))
-    acc = torch.empty(num_rows, num_heads, max_splits, head_dim, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, num_rows, num_heads, max_splits, dtype=torch.float32, device=q.device)
+    programs = min(max_parts, triton.cdiv(TARGET_PROGRAMS, num_kv_heads))
+    acc = torch.empty(num_rows, num_heads, max_parts, head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(2, num_rows, num_heads, max_parts, dtype=torch.float32, device=q.device)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    attention_split_kernel[(blocks, num_kv_heads, num_slots * row_tiles)](
+    key_scale = E4M3_SCALE.value if fp8 else 1.0
+    pdl = dependent_launch(q.device)
+    attention_split_kernel[(programs, num_kv_heads, paging.block_tables.shape[0] * row_tiles)](
         *(q, k_bytes, v_bytes, paging.block_tables, paging.slots, *bounds, acc, stats[0], stats[1]),
-        *(num_rows, paging.block_tables.stride(0), max_splits, q.stride(0), q.stride(1), scale * math.log2(math.e)),
-        GROUP=group,
-        HEADS_KV=num_kv_heads,
-        D=head_dim,
-        PAGE=PAGE_TOKENS,
-        SPLIT=SPLIT_KEYS,
-        PAIRS=pairs,
-        BLOCK_N=32,
-        ROWS=MAX_ROWS,
-        ROW_TILES=row_tiles,
-        FP8=fp8,
-        STAGES=2,
-        num_warps=4,
+        *(num_rows, paging.block_tables.stride(0), max_parts, row_tiles),
+        *(q.stride(0), q.stride(1), scale * key_scale * math.log2(math.e)),
+        **{"GROUP": group, "HEADS_KV": num_kv_heads, "D": head_dim, "PAGE": PAGE_TOKENS, "BLOCK": BLOCK_KEYS},
+        **{"COARSE": BLOCK_KEYS * GROUP_BLOCKS, "FINE_LIMIT": FINE_KEYS, "PAIRS": pairs, "ROWS": MAX_ROWS},
+        **{"FP8": fp8, "ASM": q.is_cuda, "STAGES": 2, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl},
     )
-    block_dims = min(64, head_dim)
-    gated = gate is not None
+    block_dims = min(32, head_dim)
     attention_merge_kernel[(num_rows, num_heads, head_dim // block_dims)](
-        *(acc, stats[0], stats[1], paging.slots, *bounds, gate if gated else q, out, max_splits),
-        *((gate.stride(0), gate.stride(1)) if gate is not None else (0, 0)),
-        H=num_heads,
-        D=head_dim,
-        BLOCK_D=block_dims,
-        SPLIT=SPLIT_KEYS,
-        MERGE=MERGE_SPLITS,
-        GATED=gated,
-        num_warps=2,
+        *(acc, stats[0], stats[1], paging.slots, *bounds, q if gate is None else gate, out, num_rows, max_parts),
+        *((0, 0) if gate is None else (gate.stride(0), gate.stride(1))),
+        key_scale,
+        **{"H": num_heads, "D": head_dim, "BLOCK_D": block_dims, "BLOCK": BLOCK_KEYS, "BLOCKS": GROUP_BLOCKS},
+        **{"FINE_LIMIT": FINE_KEYS, "MERGE": MERGE_GROUPS, "ROWS": MAX_ROWS, "GATED": gate is not None},
+        **{"PDL": pdl, "num_warps": 2, "launch_pdl": pdl},
     )
     return out

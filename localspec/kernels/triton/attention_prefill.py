@@ -16,34 +16,17 @@ from torch import Tensor
 
 from localspec.kernels.ops import Paging
 from localspec.kernels.triton.attention import check_attention
-from localspec.kernels.triton.cache_values import E4M3_SHIFT, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.triton.cache_values import E4M3_SCALE, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.triton.cards import capability_major
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def attention_prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    slots_ptr,
-    begin_ptr,
-    end_ptr,
-    out_ptr,
-    num_rows,
-    table_stride,
-    q_row_stride,
-    q_head_stride,
-    scale_log2,
-    H: tl.constexpr,
-    HEADS_KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    FP8: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, begin_ptr, end_ptr, out_ptr, num_rows, table_stride, q_row_stride,
+    q_head_stride, scale_log2, H: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, V_PARTS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (H, V_PARTS, row tiles). out_ptr: [R, H, D], zero for padding rows. Each block makes D / V_PARTS values."""
     head = tl.program_id(0)
     kv_head = head // (H // HEADS_KV)
@@ -66,10 +49,8 @@ def attention_prefill_kernel(
     dims = tl.arange(0, D)
     q_offsets = row * q_row_stride + head * q_head_stride
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
-    scale = scale_log2
     if FP8:
-        q = (q.to(tl.float32) * E4M3_SHIFT).to(tl.bfloat16)
-        scale = scale * E4M3_SHIFT
+        q = q.to(tl.float16)
     acc = tl.zeros([BLOCK_M, PART], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -80,8 +61,8 @@ def attention_prefill_kernel(
         base = ((page * PAGE + first_key % PAGE) * HEADS_KV + kv_head) * D
         tokens = (tl.arange(0, BLOCK_N) * (HEADS_KV * D))[:, None]
         present = (keys < last_key)[:, None]
-        k = load_cached(k_ptr + base + tokens + dims[None, :], present, FP8, q.dtype)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        k = load_cached(k_ptr + base + tokens + dims[None, :], present, FP8, ASM, q.dtype)
+        scores = tl.dot(q, tl.trans(k)) * scale_log2
         seen = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -90,13 +71,11 @@ def attention_prefill_kernel(
         weights = tl.exp2(scores - finite_top[:, None])
         keep = tl.exp2(top - finite_top)
         weight_sum = weight_sum * keep + tl.sum(weights, axis=1)
-        v = load_cached(v_ptr + base + tokens + part_dims[None, :], present, FP8, q.dtype)
-        if FP8:
-            weights = weights * E4M3_SHIFT
+        v = load_cached(v_ptr + base + tokens + part_dims[None, :], present, FP8, ASM, q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None])
         top = new_top
     if FP8:
-        acc = acc * E4M3_SHIFT
+        acc = acc * E4M3_SCALE
     out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -120,8 +99,9 @@ def prefill_tile(head_dim: int, capability_major: int) -> PrefillTile:
     """
     if capability_major in (9, 10):
         return PrefillTile(64, 64, 2, 2, 4) if head_dim == 256 else PrefillTile(128, 64, 1, 2, 8)
-    v_parts = 1 if head_dim < 256 else 2 if capability_major == 12 else 4
-    return PrefillTile(64, 32, v_parts, 2, 4)
+    if capability_major == 12:
+        return PrefillTile(64, 32, 2 if head_dim == 256 else 1, 2, 4)
+    return PrefillTile(64, 64, 4, 2, 4) if head_dim == 256 else PrefillTile(64, 32, 1, 2, 4)
 
 
 def prefill_attention(
@@ -137,12 +117,12 @@ def prefill_attention(
     num_rows, num_heads, head_dim = q.shape
     k_bytes, fp8 = cache_bytes(k_pages)
     v_bytes, _ = cache_bytes(v_pages)
-    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = prefill_tile(head_dim, major)
+    tile = prefill_tile(head_dim, capability_major(q.device))
+    key_scale = E4M3_SCALE.value if fp8 else 1.0
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     attention_prefill_kernel[(num_heads, tile.v_parts, triton.cdiv(num_rows, tile.block_rows))](
         *(q, k_bytes, v_bytes, paging.block_tables, paging.slots, *bounds, out, num_rows),
-        *(paging.block_tables.stride(0), q.stride(0), q.stride(1), scale * math.log2(math.e)),
+        *(paging.block_tables.stride(0), q.stride(0), q.stride(1), scale * key_scale * math.log2(math.e)),
         H=num_heads,
         HEADS_KV=k_pages.shape[2],
         D=head_dim,
@@ -151,6 +131,7 @@ def prefill_attention(
         BLOCK_N=tile.block_keys,
         V_PARTS=tile.v_parts,
         FP8=fp8,
+        ASM=q.is_cuda,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
     )

@@ -12,25 +12,37 @@ from torch import Tensor
 
 PAGE_TOKENS = 64
 
-E4M3_SHIFT = tl.constexpr(2.0**60)
-"""Half of the exponent by which e4m3 bits read as bf16 bits are too small; put on the other factor of a product."""
+E4M3_SCALE = tl.constexpr(256.0)
+"""e4m3 bits moved into a float16 read as value / 256; whoever multiplies them puts this on the sum."""
+
+# Four bytes to two float16 pairs: bytes to the upper halves, sign kept, magnitude one place down.
+E4M3_ASM = tl.constexpr(
+    """{ .reg .b32 r, m;
+    prmt.b32 r, $2, 0, 0x1404; shr.b32 m, r, 1; and.b32 m, m, 0x3F803F80; lop3.b32 $0, r, 0x80008000, m, 0xEA;
+    prmt.b32 r, $2, 0, 0x3424; shr.b32 m, r, 1; and.b32 m, m, 0x3F803F80; lop3.b32 $1, r, 0x80008000, m, 0xEA; }"""
+)
 
 
 @triton.jit
-def load_cached(pointers, mask, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Values of the cache as a matmul operand; FP8 ones come out times 2^-120 (see `E4M3_SHIFT`)."""
+def load_cached(pointers, mask, FP8: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """Values of the cache as a matmul operand: `dtype`, or float16 of value / 256 for e4m3 bytes."""
     raw = tl.load(pointers, mask=mask, other=0)
     if FP8:
-        return e4m3_as_bfloat16(raw)
-    return raw.to(dtype)
+        if ASM:
+            values = tl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [raw], dtype=tl.float16, is_pure=True, pack=4)
+        else:
+            values = e4m3_as_float16(raw)
+    else:
+        values = raw.to(dtype)
+    return values
 
 
 @triton.jit
-def e4m3_as_bfloat16(raw):
-    """e4m3 bytes -> bf16 of value * 2^-120, exact, subnormals too: sign to bit 15, the rest to bits 10..4."""
+def e4m3_as_float16(raw):
+    """e4m3 bytes -> float16 of value / 256, exact, subnormals too: sign to bit 15, the rest to bits 13..7."""
     wide = raw.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
-    return bits.to(tl.bfloat16, bitcast=True)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -35,21 +35,11 @@ class DenseMatrix:
         return self.matrix.numel() * self.matrix.element_size()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def dense_split_kernel(
-    x_ptr,
-    w_ptr,
-    part_ptr,
-    num_rows,
-    N,
-    K,
-    split_keys,
-    x_stride,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, w_ptr, part_ptr, num_rows, N, K, split_keys, x_stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid: (N / BLOCK_N, splits). part_ptr: [splits, num_rows, N] float32."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -70,22 +60,11 @@ def dense_split_kernel(
     tl.store(target, acc, mask=(columns < N)[:, None] & (rows < num_rows)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def dense_finish_kernel(
-    part_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    N,
-    splits,
-    width,
-    residual_stride,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    part_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, N, splits, width, residual_stride, BIAS: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid: (R, pieces of width). Sum the splits in order, then bias, gate or residual; out: [R, width]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -33,18 +33,9 @@ def rms_norm_kernel(
 
 @triton.jit
 def gate_kernel(
-    x_ptr,
-    gate_ptr,
-    out_ptr,
-    inner,
-    width,
-    x_row_stride,
-    x_head_stride,
-    gate_row_stride,
-    gate_head_stride,
-    SILU: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
+    x_ptr, gate_ptr, out_ptr, inner, width, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
+    SILU: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
     """Grid: (R, pieces). x * sigmoid(gate), or x * silu(gate). Rows are [heads, inner], `width` values in all."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)

@@ -15,18 +15,9 @@ from localspec.kernels.triton.gdn import KEY_INNER, fold_rows, state_warps
 
 @triton.jit
 def gdn_fold_kernel(
-    recurrent_ptr,
-    ring_k_ptr,
-    ring_u_ptr,
-    ring_decay_ptr,
-    pending_ptr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    RING: tl.constexpr,
-    KI: tl.constexpr,
-):
+    recurrent_ptr, ring_k_ptr, ring_u_ptr, ring_decay_ptr, pending_ptr, HK: tl.constexpr, HV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, KI: tl.constexpr,
+):  # fmt: skip
     """Grid: (HV, S). The fold alone, for states that are about to be saved."""
     head = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)

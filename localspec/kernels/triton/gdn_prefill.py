@@ -1,8 +1,8 @@
 """Gated DeltaNet over a prefill chunk of one slot, 64 rows at a time, from a folded state.
 
 Knows rows and the chunked form; does not know record rings (`gdn_fold.py` folds them first). Inside 64 rows the
-recurrence is a triangular system: with G the running sum of log decays, D[i, j] = exp(G[i] - G[j]) for i >= j, and A the
-strictly lower part of beta[i] (k_i . k_j) D[i, j], the corrections are U - W S with U = (I + A)^-1 beta V and
+recurrence is a triangular system: with G the running sum of log decays, D[i, j] = exp(G[i] - G[j]) for i >= j, and A
+the strictly lower part of beta[i] (k_i . k_j) D[i, j], the corrections are U - W S with U = (I + A)^-1 beta V and
 W = (I + A)^-1 beta exp(G) K, and the state moves on by S <- exp(G_last) S + K^T exp(G_last - G) (U - W S)
 (arXiv 2412.06464). Tiles start at multiples of 64 rows of the chunk; padding rows have k = v = 0 and no decay, which
 leaves the state as it is.
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
+from localspec.kernels.triton.cards import capability_major
 from localspec.kernels.triton.gdn import L2_EPS, check_gdn, convolve, norm_and_gate, softplus
 from localspec.kernels.triton.gdn_fold import gdn_fold
 
@@ -41,55 +42,36 @@ def chunk_slot(counts_ptr, starts_ptr, num_slots, SLOTS: tl.constexpr):
     return slot.to(tl.int64), start.to(tl.int32), tl.max(counts, axis=0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def gdn_chunk_prepare_kernel(
-    qkv_ptr,
-    a_ptr,
-    b_ptr,
-    conv_weight_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    conv_ptr,
-    starts_ptr,
-    counts_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    beta_ptr,
-    log_decay_ptr,
-    num_rows,
-    num_slots,
-    qkv_stride,
-    a_stride,
-    b_stride,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-    EPS: tl.constexpr,
-):
+    qkv_ptr, a_ptr, b_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, starts_ptr, counts_ptr, q_ptr, k_ptr,
+    v_ptr, beta_ptr, log_decay_ptr, num_rows, num_slots, qkv_stride, a_stride, b_stride, HK: tl.constexpr,
+    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles, 2 * HK + HV). q, k [R, HK, DK] float16; v [R, HV, DV], beta [R, HV] and the running log decay
     of each tile [R, HV] float32; padding rows are zero, without decay.
     """
     head = tl.program_id(1)
     slot, start, count = chunk_slot(counts_ptr, starts_ptr, num_slots, SLOTS)
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    slot_conv = conv_ptr + slot * (C * COLUMNS)
-    slot_qkv = qkv_ptr + start.to(tl.int64) * qkv_stride
+    conv = conv_ptr + slot * (C * COLUMNS)
+    qkv = qkv_ptr + start.to(tl.int64) * qkv_stride
     # Few rows at a time, so that the tile stays in registers.
     for first in range(tl.program_id(0) * TILE, tl.program_id(0) * TILE + TILE, PART):
         row = first + tl.arange(0, PART)
         stored = (row < num_rows)[:, None]
+        near_start = first < start + TAPS
         if head < 2 * HK:
             channels = head * DK + tl.arange(0, DK)
-            mixed = convolve(
-                slot_qkv, slot_conv, conv_weight_ptr, channels, row - start, count, 0, qkv_stride, TAPS, COLUMNS
-            )
+            if near_start:
+                mixed = convolve(
+                    qkv, conv, conv_weight_ptr, channels, row - start, count, 0, qkv_stride, TAPS, COLUMNS, True
+                )
+            else:
+                mixed = convolve(
+                    qkv, conv, conv_weight_ptr, channels, row - start, count, 0, qkv_stride, TAPS, COLUMNS, False
+                )
             mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=1) + EPS)[:, None]
             target = (row.to(tl.int64) * (HK * DK))[:, None] + ((head % HK) * DK + tl.arange(0, DK))[None, :]
             if head < HK:
@@ -98,11 +80,16 @@ def gdn_chunk_prepare_kernel(
                 tl.store(k_ptr + target, mixed.to(k_ptr.dtype.element_ty), mask=stored)
         else:
             columns = (head - 2 * HK) * DV + tl.arange(0, DV)
-            channels = 2 * HK * DK + columns
-            mixed = convolve(
-                slot_qkv, slot_conv, conv_weight_ptr, channels, row - start, count, 0, qkv_stride, TAPS, COLUMNS
-            )
-            tl.store(v_ptr + (row.to(tl.int64) * (HV * DV))[:, None] + columns[None, :], mixed, mask=stored)
+            shifted = 2 * HK * DK + columns
+            if near_start:
+                value = convolve(
+                    qkv, conv, conv_weight_ptr, shifted, row - start, count, 0, qkv_stride, TAPS, COLUMNS, True
+                )
+            else:
+                value = convolve(
+                    qkv, conv, conv_weight_ptr, shifted, row - start, count, 0, qkv_stride, TAPS, COLUMNS, False
+                )
+            tl.store(v_ptr + (row.to(tl.int64) * (HV * DV))[:, None] + columns[None, :], value, mask=stored)
     if head >= 2 * HK:
         value_head = head - 2 * HK
         row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -118,35 +105,38 @@ def gdn_chunk_prepare_kernel(
 
 
 @triton.jit
-def inverse_of_unit_lower(strictly_lower, N: tl.constexpr):
-    """(I + A)^-1 for strictly lower A [N, N], by forward substitution of rows: no powers of A, which could grow."""
-    index = tl.arange(0, N)
-    inverse = -strictly_lower
-    for i in range(1, N):
-        row = tl.sum(tl.where((index == i)[:, None], inverse, 0.0), axis=0)
-        row = row + tl.sum(row[:, None] * inverse, axis=0)
-        inverse = tl.where((index == i)[:, None], row[None, :], inverse)
-    return inverse + tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+def inverse_of_unit_lower(strictly_lower, N: tl.constexpr, SIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 for strictly lower A [N, N], where N / SIDE = 4.
+
+    Diagonal blocks by forward substitution of rows, all four at once; then with B the inverse of the block diagonal and
+    M = B (A outside it), M^4 = 0 and (I + A)^-1 = (I - M + M^2 - M^3) B. No higher powers, which could grow.
+    """
+    BLOCKS: tl.constexpr = N // SIDE
+    block = tl.arange(0, BLOCKS)
+    side = tl.arange(0, SIDE)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    tiles = tl.reshape(strictly_lower, [BLOCKS, SIDE, BLOCKS, SIDE])
+    inverse = -tl.sum(tl.where(on_diagonal, tiles, 0.0), axis=2)  # [block, row, column]
+    for i in range(1, SIDE):
+        is_row = (side == i)[None, :, None]
+        row = tl.sum(tl.where(is_row, inverse, 0.0), axis=1)
+        row = row + tl.sum(row[:, :, None] * inverse, axis=1)
+        inverse = tl.where(is_row, row[:, None, :], inverse)
+    inverse += tl.where(side[:, None] == side[None, :], 1.0, 0.0)[None, :, :]
+    wide = tl.where(on_diagonal, inverse[:, :, None, :] + tl.zeros([BLOCKS, SIDE, BLOCKS, SIDE], tl.float32), 0.0)
+    diagonal = tl.reshape(wide, [N, N])
+    outside = tl.reshape(tl.where(on_diagonal, 0.0, tiles), [N, N])
+    first = tl.dot(diagonal, outside, input_precision=PRECISION)
+    second = tl.dot(first, first, input_precision=PRECISION)
+    third = tl.dot(first, second, input_precision=PRECISION)
+    return diagonal + tl.dot(second - first - third, diagonal, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gdn_chunk_solve_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    beta_ptr,
-    log_decay_ptr,
-    w_ptr,
-    scores_ptr,
-    num_rows,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, beta_ptr, log_decay_ptr, w_ptr, scores_ptr, num_rows, HK: tl.constexpr, HV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid: (chunks, HV). v_ptr: V becomes U in place; w_ptr [R, HV, DK]; scores_ptr [R, HV, N]: (Q K^T) D.
 
     Operands pass BLOCK columns at a time and are loaded again rather than held: [N, 128] tiles would spill.
@@ -172,7 +162,7 @@ def gdn_chunk_solve_kernel(
     score_offsets = ((row * HV + head) * N)[:, None] + index[None, :]
     tl.store(scores_ptr + score_offsets, (scores * decay).to(scores_ptr.dtype.element_ty), mask=inside[:, None])
     strictly_lower = tl.where(index[:, None] > index[None, :], products * decay * beta[:, None], 0.0)
-    inverse = inverse_of_unit_lower(strictly_lower, N)
+    inverse = inverse_of_unit_lower(strictly_lower, N, N // 4, PRECISION)
     value_base = (row * (HV * DV) + head * DV)[:, None] + tl.arange(0, BLOCK)[None, :]
     for value in range(0, DV, BLOCK):
         v = tl.load(v_ptr + value_base + value, mask=inside[:, None], other=0.0)
@@ -188,28 +178,12 @@ def gdn_chunk_solve_kernel(
         tl.store(w_ptr + w_base + key, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def gdn_chunk_scan_kernel(
-    q_ptr,
-    k_ptr,
-    u_ptr,
-    w_ptr,
-    scores_ptr,
-    log_decay_ptr,
-    recurrent_ptr,
-    starts_ptr,
-    counts_ptr,
-    num_rows,
-    num_slots,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, u_ptr, w_ptr, scores_ptr, log_decay_ptr, recurrent_ptr, starts_ptr, counts_ptr, num_rows, num_slots,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid: (DV / BLOCK_V, HV). Chunk after chunk: outputs replace u_ptr, the state is read and written once."""
     head = tl.program_id(1)
     slot, start, count = chunk_slot(counts_ptr, starts_ptr, num_slots, SLOTS)
@@ -259,10 +233,11 @@ def times_state(tile, inside, state, PRECISION: tl.constexpr):
     return tl.dot(rows, tl.trans(state), input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gdn_chunk_norm_kernel(
-    mixed_ptr, z_ptr, norm_ptr, out_ptr, num_rows, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr
-):
+    mixed_ptr, z_ptr, norm_ptr, out_ptr, num_rows, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles, HV). Gated norm of mixed [R, HV, DV] float32 -> out [R, HV * DV]."""
     head = tl.program_id(1)
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -276,20 +251,11 @@ def gdn_chunk_norm_kernel(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def gdn_chunk_columns_kernel(
-    qkv_ptr,
-    conv_ptr,
-    starts_ptr,
-    counts_ptr,
-    num_slots,
-    qkv_stride,
-    C,
-    TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    qkv_ptr, conv_ptr, starts_ptr, counts_ptr, num_slots, qkv_stride, C, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of channels,). The last TAPS - 1 of history and chunk become the history."""
     slot, start, count = chunk_slot(counts_ptr, starts_ptr, num_slots, SLOTS)
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -361,9 +327,10 @@ def gdn_prefill(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Te
         *(scratch.q, scratch.k, scratch.mixed, scratch.beta, scratch.log_decay, scratch.w, scratch.scores, num_rows),
         **heads,
         N=CHUNK,
-        BLOCK=min(32, dk, dv),
+        BLOCK=min(16 if capability_major(inputs.qkv.device) == 8 else 32, dk, dv),
         PRECISION=precision,
         num_warps=4,
+        num_stages=1,
     )
     value_block = min(VALUE_BLOCK, dv)
     gdn_chunk_scan_kernel[(dv // value_block, hv)](
@@ -372,6 +339,7 @@ def gdn_prefill(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Te
         **heads,
         **{"N": CHUNK, "BLOCK_V": value_block, "SLOTS": slots, "PRECISION": precision},
         num_warps=4,
+        num_stages=1,
     )
     gdn_chunk_norm_kernel[(triton.cdiv(num_rows, 16), hv)](
         *(scratch.mixed, inputs.z, weights.norm, out, num_rows, inputs.z.stride(0), weights.eps),

@@ -41,17 +41,9 @@ def sine_cosine(angle):
 
 @triton.jit
 def turned_head(
-    x_ptr,
-    weight_ptr,
-    inv_freq_ptr,
-    position,
-    half,
-    eps,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    NORM: tl.constexpr,
+    x_ptr, weight_ptr, inv_freq_ptr, position, half, eps, D: tl.constexpr, D_PADDED: tl.constexpr, NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-):
+):  # fmt: skip
     """Norm and rotate-half of the first 2 * half of D values -> [D_PADDED] float32.
 
     The partner of a turned dimension is loaded beside it: a permuted load is cheaper than an exchange of registers.
@@ -79,8 +71,8 @@ def turned_head(
 
 @triton.jit
 def store_head(
-    value, pages_ptr, table_ptr, position, head, HEADS_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, FP8
-):
+    value, pages_ptr, table_ptr, position, head, HEADS_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, FP8,
+):  # fmt: skip
     """Write one head [D_PADDED] float32 to its place in the pages, rounded to their dtype."""
     page = tl.load(table_ptr + position // PAGE).to(tl.int64)
     dims = tl.arange(0, value.shape[0])
@@ -91,39 +83,13 @@ def store_head(
         tl.store(target, value.to(pages_ptr.dtype.element_ty), mask=dims < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "half"])
 def norm_rope_store_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    inv_freq_ptr,
-    positions_ptr,
-    slots_ptr,
-    tables_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    out_ptr,
-    q_row_stride,
-    q_head_stride,
-    k_row_stride,
-    k_head_stride,
-    v_row_stride,
-    v_head_stride,
-    table_stride,
-    half,
-    eps,
-    H: tl.constexpr,
-    HEADS_KV: tl.constexpr,
-    HEADS_V: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, inv_freq_ptr, positions_ptr, slots_ptr, tables_ptr, k_pages_ptr,
+    v_pages_ptr, out_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    table_stride, half, eps, H: tl.constexpr, HEADS_KV: tl.constexpr, HEADS_V: tl.constexpr, D: tl.constexpr,
+    D_PADDED: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """Grid: (R, H + HEADS_KV + HEADS_V): H query heads to out_ptr [R, H, D]; key and value heads into the pages.
 
     A part that is not there has zero heads. Keys and values of padding rows (slot -1) are not written.
@@ -151,10 +117,10 @@ def norm_rope_store_kernel(
                 store_head(value, k_pages_ptr, table, position, kv_head, HEADS_KV, D, PAGE, FP8)
             else:
                 kv_head = head - H - HEADS_KV
-                dims = tl.arange(0, D_PADDED)
-                source = v_ptr + row * v_row_stride + kv_head * v_head_stride + dims
-                value = tl.load(source, mask=dims < D, other=0.0).to(tl.float32)
-                store_head(value, v_pages_ptr, table, position, kv_head, HEADS_V, D, PAGE, FP8)
+                v_dims = tl.arange(0, D_PADDED)
+                v_source = v_ptr + row * v_row_stride + kv_head * v_head_stride + v_dims
+                v_value = tl.load(v_source, mask=v_dims < D, other=0.0).to(tl.float32)
+                store_head(v_value, v_pages_ptr, table, position, kv_head, HEADS_V, D, PAGE, FP8)
 
 
 def _check(name: str, x: Tensor) -> None:

@@ -1,0 +1,220 @@
+"""Every kernel beside the weight streams compiles for every card, without one: no spills, shared memory that fits.
+
+Shapes are those of the 27B hybrid. Both cores are used, because 80-odd compilations are slow on one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+TARGETS = (80, 86, 89, 90, 100, 120)
+SMALL_SHARED_BYTES = 99 * 1024
+SMALL_SHARED_TARGETS = (86, 89, 120)
+LARGE_SHARED_BYTES = 163 * 1024
+BF16, FP32, FP16, INT64, INT32, BYTES = "*bf16", "*fp32", "*fp16", "*i64", "*i32", "*u8"
+_STEP = {"RING": 16, "PDL": False}
+HEADS = {"HK": 16, "HV": 48, "DK": 128, "DV": 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with one configuration. Pointers are float32 unless `types` says otherwise; other values are i32."""
+
+    module: str
+    kernel: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    by_target: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+_WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
+_PROJECTED = {"qkv_ptr": BF16, "a_ptr": BF16, "b_ptr": BF16, "conv_ptr": BF16, "z_ptr": BF16, "out_ptr": BF16}
+_HALVES = {"q_ptr": FP16, "k_ptr": FP16, "w_ptr": FP16, "scores_ptr": FP16}
+_PAGED = {"q_ptr": BF16, "tables_ptr": INT32, "slots_ptr": INT64, "begin_ptr": INT64, "end_ptr": INT64, "out_ptr": BF16}
+_KEYS = {"D": 256, "BLOCK": 32, "FINE_LIMIT": 4096, "ROWS": 16, "PDL": False}
+_SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 2, "ASM": True}
+_MERGE = {**_KEYS, "H": 24, "BLOCK_D": 32, "BLOCKS": 8, "MERGE": 16, "GATED": True}
+_SMALL_BLOCK = {target: {"BLOCK": 16} for target in (80, 86, 89)}
+_DEPENDENT = {target: {"PDL": True} for target in (90, 100, 120)}
+_PREFILL = {
+    "H": 24,
+    "HEADS_KV": 4,
+    "D": 256,
+    "PAGE": 64,
+    "BLOCK_M": 64,
+    "BLOCK_N": 32,
+    "V_PARTS": 4,
+    "STAGES": 2,
+    "ASM": True,
+}
+_PREFILL_TILES = {
+    **{target: {"BLOCK_N": 64} for target in (80, 86, 89)},
+    **{target: {"BLOCK_N": 64, "V_PARTS": 2} for target in (90, 100)},
+    120: {"V_PARTS": 2},
+}
+_ROPE = {"D": 256, "D_PADDED": 256, "PAGE": 64, "NORM": True, "PLUS_ONE": True, "FP8": True}
+_ROPE_TYPES = {
+    **{name: BF16 for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")},
+    **{"positions_ptr": INT64, "slots_ptr": INT64, "tables_ptr": INT32, "k_pages_ptr": BYTES, "v_pages_ptr": BYTES},
+}
+
+CASES = (
+    Case(
+        "gdn",
+        "gdn_prepare_kernel",
+        _PROJECTED | _WINDOW,
+        {**HEADS, **_STEP, "TAPS": 4, "EPS": 1e-6},
+        by_target=_DEPENDENT,
+    ),
+    Case(
+        "gdn",
+        "gdn_window_kernel",
+        _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
+        {**HEADS, **_STEP, "KI": 16, "BLOCK_V": 64},
+        8,
+        by_target=_DEPENDENT,
+    ),
+    Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
+    Case("gdn_fold", "gdn_shift_kernel", _PROJECTED | _WINDOW, {"TAPS": 4, "COLUMNS": 19, "BLOCK": 128}),
+    Case(
+        "gdn_prefill",
+        "gdn_chunk_prepare_kernel",
+        _PROJECTED | _WINDOW | {"q_ptr": FP16, "k_ptr": FP16},
+        {**HEADS, "TAPS": 4, "COLUMNS": 19, "SLOTS": 4, "TILE": 64, "PART": 16, "EPS": 1e-6},
+    ),
+    Case(
+        "gdn_prefill",
+        "gdn_chunk_solve_kernel",
+        _HALVES,
+        {**HEADS, "N": 64, "BLOCK": 32, "PRECISION": "tf32"},
+        4,
+        1,
+        _SMALL_BLOCK,
+    ),
+    Case(
+        "gdn_prefill",
+        "gdn_chunk_scan_kernel",
+        _HALVES | _WINDOW,
+        {**HEADS, "N": 64, "BLOCK_V": 32, "SLOTS": 4, "PRECISION": "tf32"},
+        num_stages=1,
+    ),
+    Case("gdn_prefill", "gdn_chunk_norm_kernel", _PROJECTED, {"HV": 48, "DV": 128, "TILE": 16}),
+    Case(
+        "gdn_prefill",
+        "gdn_chunk_columns_kernel",
+        _PROJECTED | _WINDOW,
+        {"TAPS": 4, "COLUMNS": 19, "SLOTS": 4, "BLOCK": 128},
+    ),
+    Case(
+        "attention",
+        "attention_split_kernel",
+        _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
+        {**_SPLIT, "FP8": True},
+        by_target=_DEPENDENT,
+    ),
+    Case(
+        "attention",
+        "attention_split_kernel",
+        _PAGED | {"k_ptr": BF16, "v_ptr": BF16},
+        {**_SPLIT, "FP8": False},
+        by_target=_DEPENDENT,
+    ),
+    Case(
+        "attention",
+        "attention_merge_kernel",
+        _PAGED | {"gate_ptr": BF16},
+        _MERGE,
+        2,
+        by_target=_DEPENDENT,
+    ),
+    Case(
+        "attention_prefill",
+        "attention_prefill_kernel",
+        _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
+        {**_PREFILL, "FP8": True},
+        by_target=_PREFILL_TILES,
+    ),
+    Case("norm_rope", "norm_rope_store_kernel", _ROPE_TYPES, {**_ROPE, "H": 24, "HEADS_KV": 4, "HEADS_V": 4}, 1),
+    Case(
+        "elementwise", "rms_norm_kernel", {"x_ptr": BF16, "out_ptr": BF16}, {"PLUS_ONE": True, "BLOCK_WIDTH": 8192}, 16
+    ),
+    Case(
+        "elementwise",
+        "gate_kernel",
+        {"x_ptr": BF16, "gate_ptr": BF16, "out_ptr": BF16},
+        {"SILU": True, "BLOCK_WIDTH": 1024},
+    ),
+    Case(
+        "elementwise",
+        "embed_kernel",
+        {"ids_ptr": INT64, "table_ptr": BF16, "out_ptr": BF16},
+        {"BLOCK_WIDTH": 1024},
+    ),
+    Case(
+        "dense_linear",
+        "dense_split_kernel",
+        {"x_ptr": BF16, "w_ptr": BF16},
+        {"ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4},
+    ),
+    Case(
+        "dense_linear",
+        "dense_finish_kernel",
+        {"residual_ptr": BF16, "out_ptr": BF16},
+        {"BIAS": True, "GATED": False, "RESIDUAL": True, "BLOCK": 256},
+    ),
+)
+
+
+def compile_case(index: int, target: int) -> tuple[int, int]:
+    """Stack bytes a thread and shared bytes a block, in a process of its own."""
+    from importlib import import_module
+
+    from localspec.kernels.compat import compile_for
+    from tests.helpers.resources import resources
+
+    case = CASES[index]
+    kernel = getattr(import_module(f"localspec.kernels.triton.{case.module}"), case.kernel)
+    constants = case.constants | case.by_target.get(target, {})
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        default = FP32 if name.endswith("_ptr") else "fp32" if name in ("eps", "scale_log2") else "i32"
+        signature[name] = case.types.get(name, default)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    found = resources(compile_for(kernel, target, signature, constants, options))
+    return found.stack_bytes, found.shared_bytes
+
+
+def test_every_kernel_fits_every_card() -> None:
+    jobs = [(index, target) for index in range(len(CASES)) for target in TARGETS]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        results = list(pool.map(compile_case, *zip(*jobs, strict=True), chunksize=6))
+    problems = []
+    for (index, target), (stack_bytes, shared_bytes) in zip(jobs, results, strict=True):
+        limit = SMALL_SHARED_BYTES if target in SMALL_SHARED_TARGETS else LARGE_SHARED_BYTES
+        if stack_bytes or shared_bytes > limit:
+            kernel = CASES[index].kernel
+            problems.append(f"{kernel} for sm_{target}: {stack_bytes} B of stack, {shared_bytes} B of shared memory")
+    assert not problems, "\n".join(problems)
+
+
+def test_every_kernel_has_a_case() -> None:
+    from importlib import import_module
+
+    from triton.runtime.jit import JITFunction
+
+    tested = {(case.module, case.kernel) for case in CASES}
+    for module in {case.module for case in CASES}:
+        for name, member in vars(import_module(f"localspec.kernels.triton.{module}")).items():
+            own = isinstance(member, JITFunction) and member.fn.__module__.endswith(f".{module}")
+            assert not (own and name.endswith("_kernel")) or (module, name) in tested, name
