@@ -17,7 +17,7 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
-from localspec.drafters._drawing import Drawer, finished_draft
+from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.layers.step import LayerStep
 
 
@@ -78,7 +78,8 @@ class ChainDrafter:
                 runs = ready & (depths.depths > column)
                 step = self._rows(state, state.lengths - 2 + column, runs, depths, cache)
                 hidden = self._network.run(tokens[-1], hidden, step)
-            drawn, score = self._drawer.draw(self._network.logits(hidden), state.lengths + column, state)
+            asked = DrawnRows(state, state.lengths + column, depths.sampled)
+            drawn, score = self._drawer.draw(self._network.logits(hidden), asked)
             tokens.append(drawn)
             confidence.append(score)
         return finished_draft(tokens, confidence, ready, depths, self.origins)

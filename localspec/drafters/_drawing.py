@@ -24,16 +24,50 @@ class Candidates:
     """The best few tokens of each row. scores: [R, n] float32 logits; ids: [R, n] int64 target ids.
 
     total: [R, 1] float32 logsumexp at the request's temperature over everything, candidates or not; None: over these.
+    in_order: scores fall from column to column.
     """
 
     scores: Tensor
     ids: Tensor
     total: Tensor | None
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """Whose rows are drawn for. positions: [R] int64, index in the history of the token being drawn; slots: [R] int64,
+    None: row r is slot r; sampled: whether some slot draws with a temperature."""
+
+    state: SequenceState
+    positions: Tensor
+    sampled: bool
+    slots: Tensor | None = None
+
+    @property
+    def divisor(self) -> Tensor:
+        """[R, 1] float32: the temperature, 1 for greedy rows."""
+        temperature = self.parameters.temperature
+        return torch.where(temperature <= 0, 1.0, temperature)[:, None]
+
+    @property
+    def parameters(self) -> RowParameters:
+        """Sampling parameters of each row."""
+        table = self.state.sampling
+        if self.slots is None:
+            return RowParameters(table.temperature, table.top_k, table.top_p, table.min_p)
+        return RowParameters.gather(table, self.slots)
+
+    @property
+    def keys(self) -> Tensor:
+        """[R, 2] int32 keys of the noise."""
+        seeds = self.state.sampling.seeds
+        return row_keys(seeds if self.slots is None else seeds[self.slots], self.positions)
 
 
 @dataclass(frozen=True)
 class Drawer:
-    """Draws one token a row. id_map: [n] int64 target id of each draft id (-1: no counterpart), None: the same ids.
+    """Draws one token a row. id_map: [n] int64 target id of each draft id, None: the same ids; has_holes: some are -1,
+    tokens that the target does not have.
 
     `greedy` takes the best token whatever the request's temperature; otherwise the request's temperature and filters
     apply and the noise is that of the target's own draw, so that equal laws give equal tokens.
@@ -41,46 +75,48 @@ class Drawer:
 
     id_map: Tensor | None = None
     greedy: bool = False
+    has_holes: bool = False
 
-    def draw(
-        self, logits: Tensor, positions: Tensor, state: SequenceState, slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """logits [R, n] float32; positions [R] int64, index in the history of the token being drawn.
+    def draw(self, logits: Tensor, rows: DrawnRows) -> tuple[Tensor, Tensor]:
+        """logits [R, n] float32 -> target ids [R] int64, the draft's own probability [R] float32 of its best token."""
+        if rows.sampled and not self.greedy:
+            return self.choose(self.candidates(logits, rows), rows)
+        best, place = self._sayable(logits).max(dim=1)
+        return self._target_ids(place), (best - logits.logsumexp(dim=1)).exp()
 
-        slots: [R] int64, None: row r is slot r. Returns the target ids [R] int64 and the draft's own probability [R]
-        float32 of its best token.
-        """
-        return self.choose(self.candidates(logits, state, slots), positions, state, slots)
-
-    def candidates(
-        self, logits: Tensor, state: SequenceState, slots: Tensor | None = None, count: int = NUM_CANDIDATES
-    ) -> Candidates:
+    def candidates(self, logits: Tensor, rows: DrawnRows, count: int = NUM_CANDIDATES) -> Candidates:
         """The `count` best of each row of logits [R, n] float32."""
-        if self.id_map is not None:
-            logits = logits.masked_fill(self.id_map < 0, -torch.inf)
+        logits = self._sayable(logits)
         scores, places = logits.topk(min(count, logits.shape[1]), dim=1)
-        ids = places if self.id_map is None else self.id_map[places].clamp(min=0)
-        return Candidates(scores, ids, (logits / _divisor(state, slots)).logsumexp(dim=1, keepdim=True))
+        scaled = logits / rows.divisor if rows.sampled else logits
+        return Candidates(scores, self._target_ids(places), scaled.logsumexp(dim=1, keepdim=True), in_order=True)
 
-    def choose(
-        self, found: Candidates, positions: Tensor, state: SequenceState, slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `draw`, from candidates in any order."""
-        table = state.sampling
-        scaled, order = (found.scores / _divisor(state, slots)).sort(dim=1, descending=True)
-        ids = found.ids.gather(1, order)
+    def choose(self, found: Candidates, rows: DrawnRows) -> tuple[Tensor, Tensor]:
+        """As `draw`, from candidates."""
+        if self.greedy or not rows.sampled:
+            best, place = found.scores.max(dim=1)
+            total = found.scores.logsumexp(dim=1) if found.total is None else found.total[:, 0]
+            return found.ids.gather(1, place[:, None])[:, 0], (best - total).exp().clamp(max=1.0)
+        scaled, ids = found.scores / rows.divisor, found.ids
+        if not found.in_order:
+            scaled, order = scaled.sort(dim=1, descending=True)
+            ids = ids.gather(1, order)
         total = scaled.logsumexp(dim=1, keepdim=True) if found.total is None else found.total
         confidence = (scaled[:, 0] - total[:, 0]).exp().clamp(max=1.0)
-        if self.greedy:
-            return ids[:, 0], confidence
-        parameters = RowParameters(table.temperature, table.top_k, table.top_p, table.min_p)
-        if slots is not None:
-            parameters = RowParameters.gather(table, slots)
-        seeds = table.seeds if slots is None else table.seeds[slots]
-        noisy = scaled + gumbel(row_keys(seeds, positions), ids)
+        parameters = rows.parameters
+        noisy = scaled + gumbel(rows.keys, ids)
         noisy = noisy.masked_fill(~kept_candidates(scaled, parameters, NUM_CANDIDATES), -torch.inf)
         drawn = ids.gather(1, noisy.argmax(dim=1, keepdim=True))[:, 0]
         return torch.where(parameters.temperature <= 0, ids[:, 0], drawn), confidence
+
+    def _sayable(self, logits: Tensor) -> Tensor:
+        """Without the tokens that the target does not have."""
+        if self.id_map is None or not self.has_holes:
+            return logits
+        return logits.masked_fill(self.id_map < 0, -torch.inf)
+
+    def _target_ids(self, places: Tensor) -> Tensor:
+        return places if self.id_map is None else self.id_map[places].clamp(min=0)
 
 
 def finished_draft(
@@ -105,9 +141,3 @@ def finished_draft(
         origin_names=origin_names,
         confidence=torch.where(inside, scores, 0.0),
     )
-
-
-def _divisor(state: SequenceState, slots: Tensor | None) -> Tensor:
-    """[R, 1] float32: the temperature, 1 for greedy rows."""
-    temperature = state.sampling.temperature if slots is None else state.sampling.temperature[slots]
-    return torch.where(temperature <= 0, 1.0, temperature)[:, None]

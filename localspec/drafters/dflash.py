@@ -18,7 +18,7 @@ from localspec.drafters import Depths, Drafter, DrafterSetup
 from localspec.drafters._block_backbone import Block, BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
-from localspec.drafters._drawing import Candidates, Drawer, finished_draft
+from localspec.drafters._drawing import Candidates, Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
@@ -88,13 +88,15 @@ class DFlashDrafter:
         block = self._backbone.block(depths, extra_rows=1)
         hidden = self._backbone.run(block, depths, state, cache)
         logits = self._backbone.logits(hidden)  # [R, n]
+        slots = block.slots.clamp(min=0)
+        asked = DrawnRows(state, state.lengths[slots] - 1 + block.offsets, depths.sampled, slots)
         if self._selector is None:
-            slots = block.slots.clamp(min=0)
             # Row 0 of a block is the newest token, which is known; its draw is thrown away.
-            drawn = self._drawer.draw(logits, state.lengths[slots] - 1 + block.offsets, state, slots)
+            drawn = self._drawer.draw(logits, asked)
             tokens, scores = (list(block.by_slot(part, 1, count).unbind(1)) for part in drawn)
         else:
-            tokens, scores = self._walk(self._selector, block, logits, hidden, (count, state))
+            found = self._drawer.candidates(logits, asked, self._selector.num_candidates)
+            tokens, scores = self._walk(self._selector, block, found, hidden, (count, asked))
         allowed = Depths(torch.minimum(depths.depths, block.counts - 1), depths.max_depth, (), ())
         return finished_draft(tokens, scores, state.lengths > 0, allowed, self.origins)
 
@@ -106,11 +108,10 @@ class DFlashDrafter:
         """Nothing is kept outside the pages."""
 
     def _walk(
-        self, selector: Selector, block: Block, logits: Tensor, hidden: Tensor, drafts: tuple[int, SequenceState]
+        self, selector: Selector, block: Block, found: Candidates, hidden: Tensor, drafts: tuple[int, DrawnRows]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Choose from left to right, each given the choice before it. Returns tokens and scores, [S] each."""
-        count, state = drafts
-        found = self._drawer.candidates(logits, state, block.slots.clamp(min=0), selector.num_candidates)
+        count, state = drafts[0], drafts[1].state
         unary, ids = block.by_slot(found.scores, 1, count), block.by_slot(found.ids, 1, count)
         contexts = block.by_slot(selector.contexts(hidden), 1, count)
         previous = state.history.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
@@ -119,7 +120,8 @@ class DFlashDrafter:
         for column in range(count):
             here = Candidates(unary[:, column], ids[:, column], None)
             here = selector.score(here, contexts[:, column], previous)
-            previous, score = self._drawer.choose(here, state.lengths + column, state)
+            asked = DrawnRows(state, state.lengths + column, drafts[1].sampled)
+            previous, score = self._drawer.choose(here, asked)
             tokens.append(previous)
             scores.append(score)
         return tokens, scores

@@ -14,7 +14,7 @@ from torch import Tensor
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._drawing import Drawer, finished_draft
+from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
 from localspec.formats.checkpoint import read_config
@@ -38,7 +38,8 @@ class ModelDrafter:
             raise ValueError("a model with recurrent state cannot draft; take one with attention layers only")
         self._model = model
         self._to_draft = None if vocabulary is None else vocabulary.target_to_draft.to(device)
-        self._drawer = Drawer(None if vocabulary is None else vocabulary.draft_to_target.to(device), greedy)
+        to_target = None if vocabulary is None else vocabulary.draft_to_target.to(device)
+        self._drawer = Drawer(to_target, greedy, has_holes=True)
         self.cache_spec = replace(model.cache_spec, owner=self.name)
 
     @torch.inference_mode()
@@ -53,7 +54,8 @@ class ModelDrafter:
             runs = ready & (depths.depths > column)
             rows = self._rows(token_ids, newest + column, runs, depths, state)
             hidden = self._model.forward(rows, cache, self.needs).hidden
-            token_ids, score = self._drawer.draw(self._model.logits(hidden), state.lengths + column, state)
+            asked = DrawnRows(state, state.lengths + column, depths.sampled)
+            token_ids, score = self._drawer.draw(self._model.logits(hidden), asked)
             tokens.append(token_ids)
             confidence.append(score)
         return finished_draft(tokens, confidence, ready, depths, self.origins)

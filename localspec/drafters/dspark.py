@@ -20,7 +20,7 @@ from localspec.drafters import Depths, Drafter, DrafterSetup
 from localspec.drafters._block_backbone import Block, BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
-from localspec.drafters._drawing import NUM_CANDIDATES, Candidates, Drawer, finished_draft
+from localspec.drafters._drawing import NUM_CANDIDATES, Candidates, Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
@@ -144,7 +144,7 @@ class DSparkDrafter:
             return finished_draft([], [], ready, depths, self.origins)
         block = self._backbone.block(depths, extra_rows=self._first_row)
         hidden = self._backbone.run(block, depths, state, cache)
-        tokens, scores = self._walk(block, hidden, count, state)
+        tokens, scores = self._walk(block, hidden, count, (state, depths.sampled))
         allowed = Depths(torch.minimum(depths.depths, block.counts - self._first_row), depths.max_depth, (), ())
         return finished_draft(tokens, scores, ready, allowed, self.origins)
 
@@ -156,14 +156,13 @@ class DSparkDrafter:
         """Nothing is kept outside the pages."""
 
     def _walk(
-        self, block: Block, hidden: Tensor, count: int, state: SequenceState
+        self, block: Block, hidden: Tensor, count: int, asked: tuple[SequenceState, bool]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """hidden [R, D] -> `count` tokens [S] and confidences [S]."""
+        """hidden [R, D] -> `count` tokens [S] and confidences [S]. asked: the sequences, and whether some sample."""
+        state, sampled = asked
         logits = self._backbone.logits(hidden)
-        if self._drawer.id_map is not None:
-            logits = logits.masked_fill(self._drawer.id_map < 0, -torch.inf)
         best = logits.topk(min(self._shape.num_candidates, logits.shape[1]), dim=1)
-        all_ids = best.indices if self._drawer.id_map is None else self._drawer.id_map[best.indices].clamp(min=0)
+        all_ids = best.indices if self._drawer.id_map is None else self._drawer.id_map[best.indices]
         parts = (best.values, best.indices, all_ids, hidden)
         unary, places, ids, hidden = (block.by_slot(part, self._first_row, count) for part in parts)
         previous = state.history.gather(1, (state.lengths - 1).clamp(min=0)[:, None])[:, 0]
@@ -175,7 +174,7 @@ class DSparkDrafter:
             vector, carried = self._head.bias(embedded, hidden[:, column], carried)
             found = Candidates(unary[:, column], ids[:, column], None)
             found = self._head.score(found, places[:, column], vector)
-            previous, share = self._drawer.choose(found, state.lengths + column, state)
+            previous, share = self._drawer.choose(found, DrawnRows(state, state.lengths + column, sampled))
             tokens.append(previous)
             scores.append(self._head.confidence(hidden[:, column], embedded, share))
         return tokens, scores

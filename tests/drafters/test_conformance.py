@@ -165,3 +165,26 @@ def test_the_size_of_prompt_chunks_does_not_matter(session: Session) -> None:
         each.step([0, 0, 0, 0])
     ours, theirs = session.propose([3] * 4), other.propose([3] * 4)
     assert torch.equal(ours.token_ids, theirs.token_ids)
+
+
+def test_greedy_slots_get_the_same_whether_the_host_says_so_or_not(session: Session) -> None:
+    for slot, prompt in enumerate(prompts()):
+        session.start(slot, prompt)
+    session.step([2, 2, 2, 2])
+    depths = session.depths([3, 2, 3, 1])
+    told = session.drafter.propose(dataclasses.replace(depths, sampled=False), session.state, session.cache)
+    asked = session.drafter.propose(depths, session.state, session.cache)
+    assert torch.equal(told.token_ids, asked.token_ids)
+    if told.confidence is not None and asked.confidence is not None:
+        torch.testing.assert_close(told.confidence, asked.confidence, rtol=1e-4, atol=1e-6)
+
+
+def test_in_front_of_another_drafter_it_says_no_more(session: Session) -> None:
+    start_all(session)
+    session.step([1, 1, 1, 1])
+    depths = session.depths([3, 3, 3, 3])
+    alone = session.drafter.propose(depths, session.state, session.cache)
+    first = session.drafter.propose(dataclasses.replace(depths, only_sure=True), session.state, session.cache)
+    assert (first.num_drafts <= alone.num_drafts).all()
+    inside = torch.arange(3) < first.num_drafts[:, None]
+    assert torch.equal(first.token_ids[inside], alone.token_ids[inside])

@@ -104,7 +104,9 @@ def test_agrees_with_a_plain_scan_on_random_texts() -> None:
     rng = random.Random(3)
     for _ in range(60):
         texts = [[rng.randrange(3) for _ in range(rng.choice([1, 2, 5, 33, 64]))] for _ in range(3)]
-        drafted = propose(texts, [4, 4, 4], NgramOptions(1, 6, 16))
+        drafted = propose(
+            texts, [4, 4, 4], NgramOptions(min_match_tokens=1, max_match_tokens=6, drafts_per_match_token=16)
+        )
         for text, tokens in zip(texts, drafted, strict=True):
             length, end = best_match(text, text, 6)
             expected: list[int] = []
@@ -124,3 +126,11 @@ def test_confidence_grows_with_the_match() -> None:
     assert draft.confidence is not None
     # Three tokens match in slot 0, two in slot 1; each draft makes the match one longer.
     torch.testing.assert_close(draft.confidence, torch.tensor([[3 / 6, 4 / 7], [2 / 5, 3 / 6]]))
+
+
+def test_in_front_of_another_drafter_it_needs_a_long_match() -> None:
+    phrase = [1, 2, 3, 4, 5, 6, 7, 8]
+    state = state_of([[*phrase, 9, 9, *phrase], [0, *phrase[1:], 9, 9, *phrase]])
+    depths = Depths(torch.tensor([2, 2]), 2, (0, 1), tuple(state.lengths.tolist()), only_sure=True)
+    draft = NgramDrafter(NgramOptions()).propose(depths, state, Cache({}, {}))
+    assert draft.num_drafts.tolist() == [2, 0]
