@@ -22,6 +22,7 @@ __all__ = [
     "block_barrier",
     "compile_for",
     "constexpr_function",
+    "copy_to_shared",
     "gdc_launch_dependents",
     "gdc_wait",
     "gl",
@@ -47,6 +48,8 @@ def version_problem() -> str | None:
     return f"Triton {triton.__version__} was never tried with these kernels; install one of {tried}."
 
 
+# The asynchronous copy to shared memory: renamed after 3.6.
+copy_to_shared = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 # A barrier among the threads of one block: the name changed after 3.6.
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
