@@ -12,6 +12,7 @@ from localspec.kernels.weights import DenseWeight, LogicalWeight
 
 QUANT_METHODS: tuple[str, ...] = ()
 """Served by no quantisation method: every checkpoint may keep some weights like this."""
+IGNORED_SUFFIXES: tuple[str, ...] = ()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

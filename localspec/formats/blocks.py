@@ -26,6 +26,7 @@ import torch
 
 QUANT_METHOD = "localspec-blocks"
 QUANT_METHODS = (QUANT_METHOD,)
+IGNORED_SUFFIXES: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A format module offers `QUANT_METHODS` (names in config.json), `is_stored(tensors, name)` and
 `weight(tensors, name, quantisation)`. It reads parts from a mapping that notes what was read, so that every stored
-tensor is accounted for without the format having to say which parts it used.
+tensor is accounted for without the format having to say which parts it used. `IGNORED_SUFFIXES` names the parts that
+it leaves alone on purpose.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Format(Protocol):
     """What a module of this package offers for one family of weight formats."""
 
     QUANT_METHODS: tuple[str, ...]
+    IGNORED_SUFFIXES: tuple[str, ...]
 
     def is_stored(self, tensors: Mapping[str, Tensor], name: str) -> bool: ...
 
@@ -116,7 +118,12 @@ class FolderCheckpoint:
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
         """Raise ValueError naming tensors that nobody asked for and no prefix in `ignore` covers."""
-        unread = [name for name in self._tensors if name not in self._tensors.read and not name.startswith(ignore)]
+        suffixes = tuple(suffix for each in self._formats for suffix in each.IGNORED_SUFFIXES)
+        unread = [
+            name
+            for name in self._tensors
+            if name not in self._tensors.read and not name.startswith(ignore) and not name.endswith(suffixes)
+        ]
         if unread:
             shown = ", ".join(sorted(unread)[:5]) + (", ..." if len(unread) > 5 else "")
             raise ValueError(f"the model uses {len(unread)} stored tensors nowhere: {shown}; it may be another model")
@@ -124,18 +131,34 @@ class FolderCheckpoint:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder. Raises ValueError if it is missing, too large or no JSON object."""
-    path = folder / "config.json"
+    return _read_json(folder / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a model folder holds config.json and *.safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return config
+    return found
+
+
+def _read_quantisation(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """quantization_config of config.json, or what older ModelOpt exports keep in a file of its own."""
+    found = config.get("quantization_config")
+    separate = folder / "hf_quant_config.json"
+    if found is None and separate.is_file():
+        found = _read_json(separate).get("quantization")
+        if isinstance(found, dict):
+            found = {"quant_method": "modelopt", **found}
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{folder}: the quantisation settings must be an object")
+    return found or {}
 
 
 def open_checkpoint(folder: Path, fingerprint: str | None = None) -> FolderCheckpoint:
@@ -145,9 +168,7 @@ def open_checkpoint(folder: Path, fingerprint: str | None = None) -> FolderCheck
     Raises ValueError for a damaged or unsupported checkpoint, OSError where files cannot be read.
     """
     config = read_config(folder)
-    quantisation = config.get("quantization_config") or {}
-    if not isinstance(quantisation, dict):
-        raise ValueError(f"{folder / 'config.json'}: quantization_config must be an object")
+    quantisation = _read_quantisation(folder, config)
     paths = sorted(folder.glob("*.safetensors"))
     if not 1 <= len(paths) <= MAX_FILES:
         raise ValueError(f"{folder} holds {len(paths)} safetensors files; 1 to {MAX_FILES} are supported")
