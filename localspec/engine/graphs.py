@@ -1,5 +1,6 @@
 """The device part of a step as captured CUDA graphs: two replays a step, no wait, no shape that depends on acceptance.
 
+A step with grammars is three replays: its masks are made on the host, from the drafts, while the forward pass runs.
 A graph is captured when its key first comes up, after a warm-up run on padding rows, which changes nothing. Layouts
 reach the device through pinned buffers that are used in turn. Knows nothing of requests.
 """
@@ -13,11 +14,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from localspec.core.records import MAX_SLOTS, Draft, StepResult, VerifyPlan
-from localspec.engine.device_step import EagerStep, position_bound
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, StepResult, VerifyPlan
+from localspec.engine.device_step import EagerStep, StepNeeds, position_bound
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import layout_numbers, layout_of
-from localspec.runner.runner import Runner
+from localspec.runner.runner import Runner, VerifyOutput
 from localspec.sampling.processors import ProcessorPlan
 from localspec.sampling.synthetic import SyntheticAcceptance
 
@@ -26,8 +27,9 @@ STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
 Output = TypeVar("Output")
-ProposeKey = tuple[tuple[tuple[int, str, int], ...], int]
-VerifyKey = tuple[ProposeKey, int, int, ProcessorPlan, int | None]
+ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool]
+VerifyKey = tuple[ProposeKey, int, int]
+LawKey = tuple[ProcessorPlan, int | None, bool]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class _Captured(Generic[Output]):
 
 @dataclass(frozen=True)
 class _Staging:
-    """device: [2 R + 2 S] int64 that a graph reads; host: pinned buffers of the same length."""
+    """device: a tensor that a graph reads (a layout, or masks); host: pinned buffers of the same shape."""
 
     device: Tensor
     host: tuple[Tensor, ...]
@@ -75,52 +77,88 @@ class GraphStep(EagerStep):
         super().__init__(runner, drafters, acceptance)
         self._pool = torch.cuda.graph_pool_handle()
         self._proposals: dict[ProposeKey, _Captured[Draft]] = {}
-        self._verifications: dict[VerifyKey, tuple[_Captured[StepResult], _Staging]] = {}
+        self._verifications: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
+        self._forwards: dict[VerifyKey, tuple[_Captured[VerifyOutput], _Staging]] = {}
+        self._acceptances: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
         self._turn = 0
+        self._bound_limit = runner.state.block_tables.shape[1] * PAGE_TOKENS - 1
 
     def clock(self) -> EventClock:
         return EventClock()
 
-    def propose(self, plan: VerifyPlan) -> Draft:
-        key = self._propose_key(plan)
+    def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
+        key = self._propose_key(plan, needs)
         captured = self._proposals.get(key)
         if captured is None:
             bounded = _with_bounds(plan, key[1])
-            captured = self._capture(lambda: self.drafters.propose(bounded, self.runner.state))
+            captured = self._capture(lambda: self.proposed(bounded, needs.thinking))
             self._proposals[key] = captured
         captured.graph.replay()
         return captured.output
 
-    def verify(self, plan: VerifyPlan, draft: Draft, law: ProcessorPlan, logprobs: int | None) -> StepResult:
-        propose_key = self._propose_key(plan)
-        num_rows = plan.graph_key.num_rows
-        key = (propose_key, num_rows, bound_bucket(position_bound(plan) + 1), law, logprobs)
-        entry = self._verifications.get(key)
+    def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
+        key = (self._propose_key(plan, needs), plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1))
+        if needs.grammars:
+            return self._verify_masked(key, plan, draft, needs)
+        law = (needs.law, needs.logprobs, needs.thinking)
+        entry = self._verifications.get((key, law))
         if entry is None:
-            entry = self._capture_verify(key, draft)
-            self._verifications[key] = entry
+            staging = self._staging(_padding(key[1]))
+            layout = layout_of(staging.device)
+            entry = self._capture(lambda: self.verify_layout(layout, draft, key[2], needs)), staging
+            self._verifications[key, law] = entry
         captured, staging = entry
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
-        host = staging.host[self._turn]
-        host.copy_(torch.tensor(layout_numbers(plan, num_rows), dtype=torch.int64))
-        staging.device.copy_(host, non_blocking=True)
+        self._send(torch.tensor(layout_numbers(plan, key[1]), dtype=torch.int64), staging)
         captured.graph.replay()
         return captured.output
 
-    def _propose_key(self, plan: VerifyPlan) -> ProposeKey:
-        slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
-        return slots, bound_bucket(max(slot.length_bound_tokens for slot in plan.slots))
+    def _verify_masked(self, key: VerifyKey, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
+        """Forward pass and acceptance as two replays; the host makes the masks while the first runs."""
+        forward = self._forwards.get(key)
+        if forward is None:
+            staging = self._staging(_padding(key[1]))
+            layout = layout_of(staging.device)
+            forward = self._capture(lambda: self.runner.verify(layout, draft, key[2])), staging
+            self._forwards[key] = forward
+        law = (needs.law, needs.logprobs, needs.thinking)
+        acceptance = self._acceptances.get((key, law))
+        if acceptance is None:
+            output = forward[0].output
+            bytes_per_row = -(-self.runner.model.vocab_size // 8)
+            masks = self._staging(torch.full((key[1], bytes_per_row), 0xFF, dtype=torch.uint8))
+            # The warm-up accepts on padding rows, so it must see a layout of nothing but those.
+            forward[1].device.copy_(_padding(key[1]))
+            acceptance = self._capture(lambda: self.accepted(output, draft, needs, masks.device)), masks
+            self._acceptances[key, law] = acceptance
+        drafts = torch.empty(draft.token_ids.shape, dtype=torch.int64, pin_memory=True)
+        drafts.copy_(draft.token_ids, non_blocking=True)
+        drafted = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        drafted.record()
+        self._send(torch.tensor(layout_numbers(plan, key[1]), dtype=torch.int64), forward[1])
+        forward[0].graph.replay()
+        drafted.synchronize()
+        self._send(self.packed_masks(plan, drafts.tolist(), needs, key[1]), acceptance[1])
+        acceptance[0].graph.replay()
+        return acceptance[0].output
 
-    def _capture_verify(self, key: VerifyKey, draft: Draft) -> tuple[_Captured[StepResult], _Staging]:
-        _, num_rows, bound, law, logprobs = key
-        length = 2 * num_rows + 2 * MAX_SLOTS
-        padding = [-1] * num_rows + [0] * (num_rows + 2 * MAX_SLOTS)
-        staging = _Staging(
-            torch.tensor(padding, dtype=torch.int64, device=self.runner.ops.device),
-            tuple(torch.zeros(length, dtype=torch.int64).pin_memory() for _ in range(STAGING_BUFFERS)),
-        )
-        layout = layout_of(staging.device)
-        return self._capture(lambda: self.verify_layout(layout, draft, bound, law, logprobs)), staging
+    def _propose_key(self, plan: VerifyPlan, needs: StepNeeds) -> ProposeKey:
+        slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
+        return slots, self._bucket(max(slot.length_bound_tokens for slot in plan.slots)), needs.thinking
+
+    def _bucket(self, tokens: int) -> int:
+        """The bucket of a bound, capped by what a block table can address."""
+        return min(bound_bucket(tokens), self._bound_limit)
+
+    def _staging(self, start: Tensor) -> _Staging:
+        """Buffers of the shape and type of `start`, which the device's one holds at first."""
+        host = tuple(torch.zeros_like(start).pin_memory() for _ in range(STAGING_BUFFERS))
+        return _Staging(start.to(self.runner.ops.device), host)
+
+    def _send(self, values: Tensor, staging: _Staging) -> None:
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        host = staging.host[self._turn]
+        host.copy_(values)
+        staging.device.copy_(host, non_blocking=True)
 
     def _capture(self, function: Callable[[], Output]) -> _Captured[Output]:
         """Run once (kernels compile), then record. The function must change nothing on its present inputs."""
@@ -134,3 +172,8 @@ class GraphStep(EagerStep):
 
 def _with_bounds(plan: VerifyPlan, bound: int) -> VerifyPlan:
     return VerifyPlan(tuple(replace(slot, length_bound_tokens=bound) for slot in plan.slots))
+
+
+def _padding(num_rows: int) -> Tensor:
+    """[2 R + 2 S] int64: a layout of padding rows only, in which a step changes nothing."""
+    return torch.tensor([-1] * num_rows + [0] * (num_rows + 2 * MAX_SLOTS), dtype=torch.int64)

@@ -15,7 +15,9 @@ from torch import Tensor
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight
 from localspec.kernels.weights import DenseWeight, LogicalWeight
 
-KEPT_IN_BF16 = ("embed_tokens.weight", "in_proj_a.weight", "in_proj_b.weight", "mtp.fc.weight")
+KEPT_IN_BF16 = ("embed_tokens.weight", "in_proj_a.weight", "in_proj_b.weight")
+
+DRAFT_HEAD, DRAFT_IDS = "mtp.draft_head.weight", "mtp.draft_ids"
 
 QWEN3_5_27B: Mapping[str, Any] = {
     "model_type": "qwen3_5",
@@ -74,8 +76,14 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 class SyntheticCheckpoint:
     """Meets `formats.Checkpoint`: random matrices in NVFP4 (a few stay BF16), made when they are asked for."""
 
-    def __init__(self, config: Mapping[str, Any], device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], device: torch.device, seed: int = 0, draft_head_rows: int = 0
+    ) -> None:
+        """`draft_head_rows` > 0 gives the MTP block a trimmed head of that many rows."""
         self._shapes = tensor_shapes(config)
+        if draft_head_rows:
+            hidden = config.get("text_config", config)["hidden_size"]
+            self._shapes |= {DRAFT_HEAD: (draft_head_rows, hidden), DRAFT_IDS: (draft_head_rows,)}
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
         self.fingerprint = f"synthetic-{config['model_type']}-{seed}"
@@ -99,6 +107,8 @@ class SyntheticCheckpoint:
         return Nvfp4Weight(codes, exponent.exp2().to(torch.float8_e4m3fn), row_scale)
 
     def vector(self, name: str) -> Tensor:
+        if name == DRAFT_IDS:
+            return torch.arange(self._shape(name)[0], device=self._device)
         values = self._normal(self._shape(name))
         return values * 0.02 if "norm" in name else values * 0.5
 
