@@ -33,6 +33,7 @@ from localspec.kernels.ops import Norm  # noqa: E402
 from localspec.kernels.triton import stream_launch  # noqa: E402
 from localspec.kernels.triton.stream_launch import Fusion, StreamWorkspace, stream_linear  # noqa: E402
 from localspec.kernels.triton.tilings import Tiling  # noqa: E402
+from localspec.kernels.triton.unpack_weights import unpack_bfloat16  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HIDDEN, INNER, MIDDLE, VOCABULARY = 5120, 6144, 17408, 248320
@@ -177,6 +178,11 @@ def chain(packs: list[Any], workspace: StreamWorkspace, rows: int) -> Callable[[
     return body
 
 
+def unpack_all(packs: list[Any], out: Tensor) -> None:
+    for packed in packs:
+        unpack_bfloat16(packed, out)
+
+
 def measure(report: dict[str, Any], workspace: StreamWorkspace) -> None:
     weights = Weights(128)
     report["read_bytes"] = sum(weight.read_bytes for weight in weights.all())
@@ -205,6 +211,13 @@ def measure(report: dict[str, Any], workspace: StreamWorkspace) -> None:
         rows: fp8[0].read_bytes * 8 / time_graph_ms(chain(fp8, workspace, rows)) / 1e9 for rows in (1, 16)
     }
     print(f"fp8 34816 x 5120, TB/s by rows: {report['fp8_tb_per_s']}")
+    for name, packs in (("nvfp4", [layer["gate_up"] for layer in weights.layers[:8]]), ("fp8", fp8)):
+        whole = torch.empty(packs[0].shape, device=DEVICE, dtype=torch.bfloat16)
+        us = time_graph_ms(partial(unpack_all, packs, whole)) * 1000 / len(packs)
+        report[f"unpack_{name}_us"] = us
+        print(
+            f"unpack {name} 34816 x 5120: {us:.1f} us, {(whole.numel() * 2 + packs[0].read_bytes) / us / 1e6:.2f} TB/s"
+        )
     report["alternatives"] = {}
     for tiling in ALTERNATIVES:
         if weights.head.tile_rows != tiling.tile_rows:

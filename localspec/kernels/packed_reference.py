@@ -20,6 +20,11 @@ def packed_norm(x: Tensor, norm: Norm) -> Tensor:
     return values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + norm.eps) * weight
 
 
+def packed_weight(packed: PackedNvfp4 | PackedFp8) -> Tensor:
+    """[N, K] float32 in logical row order."""
+    return dequantise_nvfp4(unpack(packed)) if isinstance(packed, PackedNvfp4) else unpack_fp8(packed)
+
+
 def packed_linear(
     x: Tensor,
     packed: PackedNvfp4 | PackedFp8,
@@ -34,8 +39,7 @@ def packed_linear(
     A normed x is rounded to bfloat16 once, as the matmul's operand; everything after it stays float32.
     """
     rows = x.to(torch.float32) if norm is None else packed_norm(x, norm).to(torch.bfloat16).to(torch.float32)
-    weight = dequantise_nvfp4(unpack(packed)) if isinstance(packed, PackedNvfp4) else unpack_fp8(packed)
-    value = rows @ weight.T
+    value = rows @ packed_weight(packed).T
     if bias is not None:
         value = value + bias.to(torch.float32)
     if epilogue == "silu_mul":

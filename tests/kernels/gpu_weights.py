@@ -15,8 +15,9 @@ from torch import Tensor
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8, random_packed_fp8
 from localspec.kernels.nvfp4_pack import PackedNvfp4, pack_small_m, quantise_nvfp4, random_packed
 from localspec.kernels.ops import Epilogue, Norm
-from localspec.kernels.packed_reference import packed_linear
+from localspec.kernels.packed_reference import packed_linear, packed_weight
 from localspec.kernels.triton.stream_launch import Fusion, StreamWorkspace, stream_linear
+from localspec.kernels.triton.unpack_weights import unpack_bfloat16
 
 pytestmark = pytest.mark.gpu
 
@@ -119,3 +120,11 @@ def test_overlapping_chain_has_the_bits_of_a_plain_one(rows: int) -> None:
     assert torch.isfinite(wanted).all()
     for _ in range(10):
         assert torch.equal(chain(workspace), wanted)
+
+
+@pytest.mark.parametrize("name", ["out", "gate_up", "odd", "low tiles", "fp8 rows", "fp8 blocks gated"])
+def test_unpacking_gives_the_bits_of_the_specification(name: str) -> None:
+    torch.manual_seed(0)
+    packed = CASES[name][0]()
+    out = torch.full(packed.shape, float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(unpack_bfloat16(packed, out), packed_weight(packed).bfloat16())

@@ -85,3 +85,20 @@ def test_ring_bytes_say_what_the_compiler_takes() -> None:
     for form in ("nvfp4", "fp8"):
         shared = compile_variant(Variant(format=form, epilogue="residual"), 90).metadata.shared
         assert 0 <= shared - ring_bytes(128, 2, form == "nvfp4") <= 64
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "fp8"])
+def test_unpacking_compiles_without_spills(form: str) -> None:
+    from localspec.kernels.compat import compile_for
+    from localspec.kernels.triton import unpack_weights
+    from tests.helpers.resources import resources
+
+    kernel = getattr(unpack_weights, f"unpack_{form}_kernel")
+    constants = {"TILE_ROWS": 128, "ROWS": unpack_weights.ROWS, "GATED": True}
+    signature = {"w_ptr": "*i32", "out_ptr": "*i32", "row_scale_ptr": "*fp32", "N": "i32", "K": "i32", "pairs": "i32"}
+    if form == "fp8":
+        constants["GROUPS"] = True
+        signature |= {"group_scale_ptr": "*fp32", "group_stride": "i32"}
+    for target in TARGETS:
+        found = resources(compile_for(kernel, target, signature, constants, {"num_warps": 4}))
+        assert found.stack_bytes == 0, target
