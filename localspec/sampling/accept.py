@@ -17,7 +17,7 @@ from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SequenceState
 from localspec.sampling.candidates import RowParameters
 from localspec.sampling.noise import row_keys
-from localspec.sampling.processors import Law, ProcessorPlan, adjust, greedy_law, law
+from localspec.sampling.processors import ProcessorPlan, adjust, greedy_law, law
 from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
@@ -89,7 +89,11 @@ def accept(
     )
     if thinking is not None:
         commit(thinking, result, state)
-    return result if logprobs is None else _with_logprobs(result, drawn_law, row_index, logits.shape[1], logprobs)
+    return (
+        result
+        if logprobs is None
+        else _with_logprobs(result, drawn_law.log_probabilities(adjusted), row_index, logprobs)
+    )
 
 
 def _window_rows(rows: Rows, num_columns: int) -> Tensor:
@@ -143,11 +147,10 @@ def _origins(draft: Draft, accepted: Tensor, shape: torch.Size) -> Tensor:
     return origins
 
 
-def _with_logprobs(result: StepResult, drawn_law: Law, row_index: Tensor, vocab_size: int, count: int) -> StepResult:
+def _with_logprobs(result: StepResult, log_probabilities: Tensor, row_index: Tensor, count: int) -> StepResult:
     """Log-probabilities of the emitted tokens and the `count` best alternatives under the law they were drawn from."""
-    log_probabilities = drawn_law.log_probabilities(vocab_size)
     own = log_probabilities[row_index, result.token_ids.clamp(min=0)]  # [S, K + 1]
-    top = log_probabilities.topk(max(1, min(count, vocab_size)), dim=1)
+    top = log_probabilities.topk(max(1, min(count, log_probabilities.shape[1])), dim=1)
     return StepResult(
         token_ids=result.token_ids,
         num_emitted=result.num_emitted,

@@ -90,13 +90,15 @@ class Law:
             drawn = torch.where(best, self.ids, ID_MASK).amin(dim=1)
         return torch.where(self.is_greedy, self.greedy, drawn)
 
-    def log_probabilities(self, vocab_size: int) -> Tensor:
-        """[R, V] float32 log-probabilities of the law; of a greedy row, of its logits as at temperature 1."""
-        dense = self.values
-        if self.ids is not None:
-            dense = torch.full((self.values.shape[0], vocab_size), -torch.inf, device=self.values.device)
-            dense.scatter_(1, self.ids, self.values)
-        return dense.log_softmax(dim=1)
+    def log_probabilities(self, adjusted: Tensor) -> Tensor:
+        """[R, V] float32 log-probabilities of the law; of a greedy row, of its logits as at temperature 1.
+
+        adjusted: [R, V] float32, what the law was made from.
+        """
+        if self.ids is None or self.is_greedy is None:
+            return self.values.log_softmax(dim=1)
+        dense = torch.full_like(adjusted, -torch.inf).scatter_(1, self.ids, self.values)
+        return torch.where(self.is_greedy[:, None], adjusted, dense).log_softmax(dim=1)
 
 
 def adjust(

@@ -273,3 +273,19 @@ def biased(logits: LogitFunction, sampling: Sampling) -> LogitFunction:
         return values
 
     return function
+
+
+def test_logprobs_of_a_greedy_slot_do_not_depend_on_the_others() -> None:
+    """Beside a slot with top-k only the best few tokens are ordered; the greedy slot's law is still the whole one."""
+    vocab = 400
+    logits = hashed_logits(vocab, scale=0.3)
+    samplings = [Sampling(), Sampling(temperature=1.0, top_k=5, seed=2)]
+    found = []
+    for chosen in (samplings, samplings[:1]):
+        state = sequence_state([[1, 2], [3]][: len(chosen)], chosen, vocab, max_tokens=4)
+        plan = ProcessorPlan.for_requests(chosen, vocab)
+        result = step(logits, state, [[]] * len(chosen), vocab, plan=plan, logprobs=2)
+        assert result.logprobs is not None and result.top_logprobs is not None
+        found.append((result.logprobs[0, 0].item(), result.top_logprobs[0, 0].tolist()))
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    assert found[1][0] == pytest.approx(logits([1, 2]).log_softmax(0).max().item(), abs=1e-5)
