@@ -38,5 +38,6 @@ print("same bits")
 def test_interpreted_kernels_give_the_bits_of_dequantise() -> None:
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", SCRIPT]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "same bits", run.stderr[-2000:]
