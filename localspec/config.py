@@ -47,6 +47,10 @@ class Paths:
         return self.cache_dir / "kv"
 
     @property
+    def drafters_dir(self) -> Path:
+        return self.data_dir / "drafters" / "models"
+
+    @property
     def ngram_dir(self) -> Path:
         return self.data_dir / "ngram"
 

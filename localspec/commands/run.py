@@ -51,6 +51,7 @@ def run(**options: Any) -> None:
             options["context"],
             options["drafter"],
             options["depth"],
+            drafters_dir=config.paths.drafters_dir,
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
         ),

@@ -16,9 +16,10 @@ from localspec.cache.pages import PagePool
 from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.core.cache_spec import CacheSpec
-from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
-from localspec.drafters import Drafter, DrafterSetup, NgramTableHandle, drafter_module, drafter_names
+from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
+from localspec.drafters import Drafter
 from localspec.engine.device_step import DeviceStep, EagerStep
+from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
@@ -26,6 +27,7 @@ from localspec.engine.ngram_tables import NgramTables
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
 from localspec.engine.tuner import Tuner
+from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.kernels.ops import Ops
@@ -41,8 +43,8 @@ CACHED_CONTEXTS = 2
 MAX_SNAPSHOTS = 16
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
-NGRAM_DISK = "ngram_disk"
-NGRAM_CHAIN = f"ngram+{NGRAM_DISK}"
+NGRAM_CHAIN = f"{NGRAM_DISK}+ngram"
+"""The table first: it speaks only after long matches, the text itself after any."""
 Report = Callable[[str], None]
 
 
@@ -57,6 +59,8 @@ class EngineOptions:
     max_queued: int = 64
     synthetic_acceptance: tuple[float, ...] = ()
     """Marginal rates at which drafts are accepted whatever the model says; benchmarks only."""
+    drafters_dir: Path | None = None
+    """Where installed drafters lie, as `<model id>.<kind>`; None runs without."""
     ngram_dir: Path | None = None
     """Where n-gram tables lie; None runs without."""
     ngram_learn: bool = True
@@ -108,8 +112,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_model(folder: Path, device: str) -> tuple[Model, Ops]:
-    """Weights of a folder on a device, with every tensor accounted for.
+def load_model(folder: Path, device: str) -> tuple[Model, Ops, Checkpoint]:
+    """Weights of a folder on a device, with every tensor accounted for; the checkpoint serves its drafters too.
 
     Raises ValueError in plain words, EngineError (`machine_cannot`) where no back end runs on the device.
     """
@@ -121,7 +125,7 @@ def load_model(folder: Path, device: str) -> tuple[Model, Ops]:
     checkpoint = open_checkpoint(folder)
     with torch.inference_mode():
         model = architecture(config["model_type"]).load(config, checkpoint, ops)
-    return model, ops
+    return model, ops, checkpoint
 
 
 def resolve_device(device: str) -> str:
@@ -159,12 +163,14 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
 def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
     report("reading weights")
-    model, ops = load_model(place.folder, options.device)
+    model, ops, checkpoint = load_model(place.folder, options.device)
     limit = _context_limit(model, ops, options)
     text = TextStage(place.folder, limit)
     tables = open_tables(place.folder, options, report)
     try:
-        drafters = weightless_drafters(model, ops, limit, tables.handles if tables is not None else ())
+        places = DrafterPlaces(place.id, place.folder, checkpoint, options.drafters_dir)
+        handles = tables.handles if tables is not None else ()
+        drafters = load_drafters(model, ops, limit, handles, places, report)
         report("laying out memory")
         assembled = assemble(model, ops, limit, drafters, options)
     except BaseException:
@@ -206,23 +212,18 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
 
 
 def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
+    """What was asked for, else the model's own limit within what this device's memory can hold."""
     limit = model.max_context_tokens
     if options.context_tokens is not None:
         return max(PAGE_TOKENS, min(limit, options.context_tokens))
-    return min(limit, DEFAULT_CPU_CONTEXT_TOKENS) if ops.device.type == "cpu" else limit
+    if ops.device.type == "cpu":
+        return min(limit, DEFAULT_CPU_CONTEXT_TOKENS)
+    affordable = int(_free_bytes(ops.device) * MEMORY_SHARE * 0.9) // model.cache_spec.bytes_per_token
+    return max(PAGE_TOKENS, min(limit, affordable // SEGMENT_TOKENS * SEGMENT_TOKENS))
 
 
-def weightless_drafters(
-    model: Model, ops: Ops, limit: int, tables: tuple[NgramTableHandle, ...] = ()
-) -> dict[str, Drafter]:
-    """Every drafter that needs no weights of its own, except `off`, which is the absence of one.
-
-    Without tables there is nothing that `ngram_disk` could speak from, so it is left out.
-    """
-    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=limit, ngram_tables=tables)
-    absent = {"off"} if tables else {"off", NGRAM_DISK}
-    modules = {name: drafter_module(name) for name in drafter_names() if name not in absent}
-    return {name: module.build(setup) for name, module in modules.items() if not module.needs_weights}
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
@@ -230,7 +231,7 @@ def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
     per_context = -(-(limit + MAX_ROWS) // PAGE_TOKENS)
     wanted = per_context * (MAX_SLOTS + CACHED_CONTEXTS) + 1
     page_bytes = PAGE_TOKENS * sum(spec.bytes_per_token for spec in specs)
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free_bytes = _free_bytes(device)
     affordable = int(free_bytes * MEMORY_SHARE) // max(page_bytes, 1)
     if affordable < per_context + 1:
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine.build import EngineOptions, assemble
 from localspec.engine.step_bench import StepBench, matmul_rate_flop_per_s, step_table
+from localspec.models import architecture
 from localspec.runner.synthetic import SyntheticCheckpoint, tensor_shapes
 from localspec.sampling.synthetic import SyntheticAcceptance
 from tests.helpers.engine import make_request, run
@@ -60,15 +63,44 @@ def test_steps_and_prefill_are_timed(tmp_path: Path) -> None:
     assert matmul_rate_flop_per_s(torch.device("cpu"), 64, 2) > 0
 
 
-def test_synthetic_weights_have_the_shapes_of_the_architecture() -> None:
-    from localspec.models import architecture
-
+def small_hybrid() -> dict[str, Any]:
+    """A config whose matrices have whole NVFP4 blocks, with an MTP block."""
     config = architecture("qwen3_5").tiny_config()
     config["text_config"]["hidden_size"] = 96
     config["text_config"]["intermediate_size"] = 160
     config["text_config"]["num_attention_heads"] = 6
     config["text_config"]["head_dim"] = 16
     config["text_config"]["linear_value_head_dim"] = 16
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    return config
+
+
+def test_synthetic_mtp_drafts_and_changes_no_token(tmp_path: Path) -> None:
+    config, ops, device = small_hybrid(), reference_ops(), torch.device("cpu")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = architecture("qwen3_5").load(config, SyntheticCheckpoint(config, device), ops)
+    setup = DrafterSetup(
+        ops=ops,
+        model=model,
+        num_slots=MAX_SLOTS,
+        context_limit_tokens=1024,
+        checkpoint=SyntheticCheckpoint(config, device, seed=1, draft_head_rows=64),
+        folder=tmp_path,
+    )
+    parts = assemble(model, ops, 1024, {"mtp": drafter_module("mtp").build(setup)}, EngineOptions(device="cpu"))
+    parts.loop.start()
+    try:
+        prompt = [(7 * i) % 11 for i in range(90)]
+        [plain] = run(parts, [make_request(prompt, max_tokens=40)])
+        [drafted] = run(parts, [make_request(prompt, max_tokens=40, drafter="mtp", depth=5)])
+    finally:
+        parts.loop.stop()
+    assert drafted.token_ids == plain.token_ids
+    assert parts.metrics.snapshot().drafters[0].drafted_tokens > 40
+
+
+def test_synthetic_weights_have_the_shapes_of_the_architecture() -> None:
+    config = small_hybrid()
     checkpoint = SyntheticCheckpoint(config, torch.device("cpu"))
     model = architecture("qwen3_5").load(config, checkpoint, reference_ops())
     assert model.vocab_size == config["text_config"]["vocab_size"]
