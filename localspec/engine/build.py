@@ -41,6 +41,8 @@ DEFAULT_CPU_CONTEXT_TOKENS = 8192
 CACHED_CONTEXTS = 2
 """Pages for this many whole contexts beyond the running slots, for finished conversations."""
 MAX_SNAPSHOTS = 16
+GPU_CHUNK_TOKENS = 2048
+GPU_SHARED_CHUNK_TOKENS = 512
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
 NGRAM_CHAIN = f"{NGRAM_DISK}+ngram"
@@ -149,7 +151,7 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
     scheduler = Scheduler(
         pool=pages,
         prefix=PrefixTree(pages, MAX_SNAPSHOTS, lambda snapshot: None),
-        limits=Limits(context_tokens=limit, max_queued=options.max_queued),
+        limits=_limits(ops, limit, options),
         policy=tuner,
         needs_state=pool.has_states,
     )
@@ -220,6 +222,13 @@ def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
         return min(limit, DEFAULT_CPU_CONTEXT_TOKENS)
     affordable = int(_free_bytes(ops.device) * MEMORY_SHARE * 0.9) // model.cache_spec.bytes_per_token
     return max(PAGE_TOKENS, min(limit, affordable // SEGMENT_TOKENS * SEGMENT_TOKENS))
+
+
+def _limits(ops: Ops, context_tokens: int, options: EngineOptions) -> Limits:
+    """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
+    if ops.device.type == "cpu":
+        return Limits(context_tokens=context_tokens, max_queued=options.max_queued)
+    return Limits(context_tokens, options.max_queued, GPU_CHUNK_TOKENS, GPU_SHARED_CHUNK_TOKENS)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from localspec.kernels.compat import version_problem
-from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8, unpack_fp8
-from localspec.kernels.nvfp4_pack import Nvfp4Weight, PackedNvfp4, dequantise_nvfp4, pack_small_m, unpack
+from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
+from localspec.kernels.nvfp4_pack import Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
 from localspec.kernels.triton import attention as decode
 from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope
@@ -25,6 +25,7 @@ from localspec.kernels.triton.fp8_linear import fp8_linear
 from localspec.kernels.triton.nvfp4_linear import nvfp4_linear
 from localspec.kernels.triton.stream_launch import StreamWorkspace
 from localspec.kernels.triton.tilings import tile_rows_for
+from localspec.kernels.triton.unpack_weights import unpack_bfloat16
 from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 10
@@ -248,6 +249,4 @@ def _as_bfloat16(weight: PackedNvfp4 | PackedFp8 | DenseMatrix) -> Tensor:
     """[N, K] bf16 in logical row order."""
     if isinstance(weight, DenseMatrix):
         return weight.matrix
-    if isinstance(weight, PackedNvfp4):
-        return dequantise_nvfp4(unpack(weight)).to(torch.bfloat16)
-    return unpack_fp8(weight).to(torch.bfloat16)
+    return unpack_bfloat16(weight)
