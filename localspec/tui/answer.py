@@ -17,8 +17,6 @@ class Answer:
     """Built up by `take`; read by whoever shows or saves it. `version` grows with each change."""
 
     clock: Callable[[], float] = time.monotonic
-    content: str = ""
-    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     spans: list[tuple[int, str, str]] = field(default_factory=list)
     rejections: list[tuple[int, int]] = field(default_factory=list)
@@ -31,7 +29,19 @@ class Answer:
     reasoning_tokens: int = 0
     reasoning_s: float = 0.0
     _generated_chars: int = 0
+    _content: list[str] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
     _thought_began_s: float | None = None
+
+    @property
+    def content(self) -> str:
+        """The answer so far, without the thought."""
+        return _joined(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """The thought so far."""
+        return _joined(self._reasoning)
 
     def take(self, event: Event) -> None:
         """Add one event of the engine."""
@@ -117,9 +127,9 @@ class Answer:
             began = self._thought_began_s if self._thought_began_s is not None else now
             self._thought_began_s = began
             self.reasoning_s = now - began
-            self.reasoning += text
+            self._reasoning.append(text)
         else:
-            self.content += text
+            self._content.append(text)
         if self.spans and self.spans[-1][1:] == (origin, str(phase)):
             self.spans[-1] = (self.spans[-1][0] + len(text), origin, str(phase))
         else:
@@ -141,3 +151,10 @@ class Answer:
             )
         else:
             self.status = ""
+
+
+def _joined(parts: list[str]) -> str:
+    # Joined when somebody looks, some ten times a second, and not with each token.
+    if len(parts) > 1:
+        parts[:] = ["".join(parts)]
+    return parts[0] if parts else ""

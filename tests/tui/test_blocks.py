@@ -30,13 +30,13 @@ def _html(source: str) -> str:
     return re.sub(r"\s*</code>", "</code>", str(markdown_parser().render(source)))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(_documents)
 def test_blocks_mean_what_the_whole_text_means(source: str) -> None:
     assert "".join(_html(block) for block in split_blocks(source)) == _html(source)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(_documents, st.integers(0, 2**32), st.sampled_from([1, 3, 17]))
 def test_streamed_rendering_equals_a_fresh_one(source: str, seed: int, longest: int) -> None:
     rng = random.Random(seed)
@@ -54,7 +54,7 @@ def test_streamed_rendering_equals_a_fresh_one(source: str, seed: int, longest: 
         assert streamed.strips(width) == StreamedDocument(renderer, source).strips(width)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_documents, st.integers(1, 60))
 def test_no_strip_is_wider_than_asked(source: str, width: int) -> None:
     growing = StreamedDocument(MarkdownRenderer())
@@ -63,7 +63,7 @@ def test_no_strip_is_wider_than_asked(source: str, width: int) -> None:
         assert sum(segment.cell_length for segment in strip) <= max(width, 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text())
 def test_any_text_is_split_without_loss_of_words(source: str) -> None:
     joined = "".join(split_blocks(source))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
 
 from textual import events, work
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Footer, Label, TextArea
 
@@ -61,14 +61,13 @@ class ChatScreen(Screen[None]):
         self._attachments = Attachments()
 
     def compose(self) -> ComposeResult:
-        with Horizontal(id="body"):
-            with Vertical(id="chat"):
-                yield LivePanel(is_strip=True, id="strip")
-                yield Transcript(id="transcript")
-                yield Label(self.options.caption, id="caption", markup=False)
-                yield Completions(id="completions")
-                yield Prompt(blink=not self.options.still, id="prompt")
-            yield LivePanel(id="panel")
+        # No containers: each one would be drawn again below every change of the transcript.
+        yield LivePanel(id="panel")
+        yield LivePanel(is_strip=True, id="strip")
+        yield Transcript(id="transcript")
+        yield Label(self.options.caption, id="caption", markup=False)
+        yield Completions(id="completions")
+        yield Prompt(blink=not self.options.still, id="prompt")
         yield Footer(show_command_palette=False)
 
     async def on_mount(self) -> None:
@@ -270,8 +269,10 @@ class ChatScreen(Screen[None]):
     async def attach(self, path: Path) -> None:
         text = await asyncio.to_thread(read_file, path)
         engine = self.conversation.engine
-        model = engine.model()
-        tokens = len(await engine.tokenize(text)) if model is not None else None
+        model, tokens = engine.model(), None
+        # A foreign server may have no tokenizer to ask; the file can be sent all the same.
+        with suppress(EngineError):
+            tokens = len(await engine.tokenize(text)) if model is not None else None
         size = f"{short_count(tokens)} tokens" if tokens is not None else f"{short_count(len(text))} characters"
         if model is not None and tokens is not None and tokens > model.context_limit_tokens / 2:
             self.tell(
@@ -299,8 +300,8 @@ class ChatScreen(Screen[None]):
             self.options.address,
             self.conversation.private,
         ).advanced(model, now)
-        for panel in self.query(LivePanel):
-            panel.show(self._state)
+        self.query_one("#panel", LivePanel).show(self._state)
+        self.query_one("#strip", LivePanel).show(self._state)
         if not self.conversation.messages:
             self.transcript.welcome(welcome_text(model, now, private=self.conversation.private))
         if now.state != self._engine_state:

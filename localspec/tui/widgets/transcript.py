@@ -31,7 +31,7 @@ VIEW_LINES = 1500
 FINISHED_LINES = 2000
 MARGIN = 1
 # While an answer grows the view moves on by several lines at once: moving repaints every line on the screen.
-STEP_SHARE = 5
+STEP_SHARE = 4
 MORE_MESSAGES = 40
 _CURSOR = Style(reverse=True)
 _DIM = Style(dim=True)
