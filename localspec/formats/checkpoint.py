@@ -72,6 +72,11 @@ class StoredTensors(Mapping[str, Tensor]):
         # PyTorch warns of buffers that cannot be written; nothing here writes to a weight.
         return _from_readonly(data, dtype).view(entry.shape)
 
+    def close(self) -> None:
+        """Close every file."""
+        for file in self._files.values():
+            file.close()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
@@ -83,7 +88,10 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class FolderCheckpoint:
-    """Meets `formats.Checkpoint` over a folder with config.json and *.safetensors."""
+    """Meets `formats.Checkpoint` over a folder with config.json and *.safetensors.
+
+    Files stay open until `close`; tensors that were handed out stay valid after it.
+    """
 
     def __init__(self, tensors: StoredTensors, quantisation: Mapping[str, Any], fingerprint: str) -> None:
         """Use `open_checkpoint`. Raises ValueError for a quantisation that no format reads."""
@@ -91,6 +99,10 @@ class FolderCheckpoint:
         self._tensors = tensors
         self._quantisation = quantisation
         self._formats = _formats_for(quantisation)
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        self._tensors.close()
 
     def names(self) -> tuple[str, ...]:
         """Every stored tensor."""

@@ -32,6 +32,19 @@ class _Run:
     page: int | None
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """Keys at or above (else below) each row's limit are hidden; only splits [first, last) can hold such keys.
+
+    keys: [r] int64.
+    """
+
+    keys: Tensor
+    first: int
+    last: int
+    above: bool
+
+
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -54,8 +67,12 @@ def paged_attention(
         split_range = min(begins[first:last]) // SPLIT_KEYS, -(-max(ends[first:last]) // SPLIT_KEYS)
         pages = block_tables[slots[first], : split_range[1] * SPLIT_PAGES].tolist()
         runs = _runs(pages, split_range, k_pages.shape[0])
-        bounds = begins[first:last], ends[first:last]
-        out[first:last] = _attend(q[first:last], (k_pages, v_pages), pages, runs, bounds)
+        limits = (
+            _Limit(key_begin[first:last], split_range[0], -(-max(begins[first:last]) // SPLIT_KEYS), above=False),
+            # All rows see a split whole that lies below the smallest end.
+            _Limit(key_end[first:last], min(ends[first:last]) // SPLIT_KEYS, split_range[1], above=True),
+        )
+        out[first:last] = _attend(q[first:last], (k_pages, v_pages), pages, runs, limits)
     return out
 
 
@@ -100,7 +117,7 @@ def _keys(pool: Tensor, pages: list[int], run: _Run) -> Tensor:
 
 
 def _attend(
-    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], bounds: tuple[list[int], list[int]]
+    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], limits: tuple[_Limit, ...]
 ) -> Tensor:
     """q [r, H, D] float32, scaled, all of one slot -> [r, H, D] float32."""
     num_rows, num_heads, head_dim = q.shape
@@ -111,19 +128,21 @@ def _attend(
     grouped = q.new_zeros(num_kv_heads, 1, padded, head_dim)
     grouped[:, 0, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     scores = q.new_empty(num_kv_heads, num_splits, padded, SPLIT_KEYS)
+    # Tensors are indexed, not iterated: taking them apart in one call costs more than all these views.
     for run in runs:
         keys = _keys(pools[0], pages, run).permute(2, 0, 3, 1)  # [Hkv, splits of the run, D, 256]
         target = scores[:, run.first - first_split : run.last - first_split]
-        for out_head, q_head, key in zip(target, grouped.expand(-1, keys.shape[1], -1, -1), keys, strict=True):
-            torch.bmm(q_head, key, out=out_head)
-    _hide_keys(scores, bounds, first_split, group)
+        for head in range(num_kv_heads):
+            torch.bmm(grouped[head].expand(keys.shape[1], -1, -1), keys[head], out=target[head])
+    for limit in limits:
+        _hide_keys(scores[:, :, : num_rows * group], limit, first_split, group)
     weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
     parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)
     for run in runs:
         values = _keys(pools[1], pages, run).permute(2, 0, 1, 3)  # [Hkv, splits of the run, 256, D]
         span = slice(run.first - first_split, run.last - first_split)
-        for out_head, weight, value in zip(parts[:, span], weights[:, span], values, strict=True):
-            _batched(weight, value, out_head)
+        for head in range(num_kv_heads):
+            _batched(weights[head, span], values[head], parts[head, span])
     out = _sum_in_order(parts) / _sum_in_order(weights.sum(dim=-1, keepdim=True))
     rows = out[:, : num_rows * group].view(num_kv_heads, num_rows, group, head_dim)
     return rows.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
@@ -141,26 +160,14 @@ def _batched(weight: Tensor, value: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(weight.expand(2, -1, -1), value.expand(2, -1, -1))[:1])
 
 
-def _hide_keys(scores: Tensor, bounds: tuple[list[int], list[int]], first_split: int, group: int) -> None:
-    """Set the scores of keys outside [begin, end) of each row to -inf. scores: [Hkv, splits, padded rows, 256].
-
-    Only splits that some row sees in part are touched. Padding rows see all keys there, which keeps them finite.
-    """
-    begins, ends = bounds
-    for hidden_above, limits in ((False, begins), (True, ends)):
-        # All rows see a split whole below the smallest end, and from the largest begin on.
-        low = min(limits) // SPLIT_KEYS - first_split if hidden_above else 0
-        high = scores.shape[1] if hidden_above else -(-max(limits) // SPLIT_KEYS) - first_split
-        if low >= high:
-            continue
-        free = first_split * SPLIT_KEYS + scores.shape[1] * SPLIT_KEYS if hidden_above else 0
-        rows = [limit for limit in limits for _ in range(group)]
-        rows += [free] * (scores.shape[2] - len(rows))
-        limit = torch.tensor(rows, device=scores.device).view(-1, 1)
-        start = (first_split + low) * SPLIT_KEYS
-        keys = torch.arange(start, start + (high - low) * SPLIT_KEYS, device=scores.device).view(-1, 1, SPLIT_KEYS)
-        hidden = keys >= limit if hidden_above else keys < limit
-        scores[:, low:high].masked_fill_(hidden, float("-inf"))
+def _hide_keys(scores: Tensor, limit: _Limit, first_split: int, group: int) -> None:
+    """Set scores of hidden keys to -inf. scores: [Hkv, splits, rows, 256], rows of padding left out: they see all."""
+    if limit.first >= limit.last:
+        return
+    rows = limit.keys.view(-1, 1).expand(-1, group).reshape(-1, 1)
+    keys = torch.arange(limit.first * SPLIT_KEYS, limit.last * SPLIT_KEYS, device=scores.device).view(-1, 1, SPLIT_KEYS)
+    hidden = keys >= rows if limit.above else keys < rows
+    scores[:, limit.first - first_split : limit.last - first_split].masked_fill_(hidden, float("-inf"))
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

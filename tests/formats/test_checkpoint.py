@@ -33,6 +33,9 @@ def test_plain_weights_and_vectors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(checkpoint.weight("a.weight").dequantise(), weight.float())
     assert torch.equal(checkpoint.vector("b"), vector) and checkpoint.vector("empty").shape == (0, 3)
     checkpoint.finish()
+    kept = checkpoint.vector("b")
+    checkpoint.close()
+    assert torch.equal(kept, vector)
 
 
 def test_what_nobody_asked_for_is_named_unless_ignored(tmp_path: Path) -> None:
