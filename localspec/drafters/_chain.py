@@ -8,6 +8,7 @@ rows are provisional: the same places are written again before anything reads th
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +18,8 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
-from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
+from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
+from localspec.kernels.ops import Paging
 from localspec.layers.step import LayerStep
 
 
@@ -71,17 +73,16 @@ class ChainDrafter:
         num_slots = state.lengths.shape[0]
         ready = (self._position[:num_slots] == state.lengths - 2) & (state.lengths >= 2)
         hidden = self._hidden[:num_slots]
+        rounds = _Rounds.of(state, torch.where(ready, depths.depths, 0), depths, cache)
         tokens: list[Tensor] = []
-        confidence: list[Tensor] = []
+        logits: list[Tensor] = []
         for column in range(min(depths.max_depth, self.max_depth)):
             if column:
-                runs = ready & (depths.depths > column)
-                step = self._rows(state, state.lengths - 2 + column, runs, depths, cache)
-                hidden = self._network.run(tokens[-1], hidden, step)
-            asked = DrawnRows(state, state.lengths + column, depths.sampled)
-            drawn, score = self._drawer.draw(self._network.logits(hidden), asked)
-            tokens.append(drawn)
-            confidence.append(score)
+                hidden = self._network.run(tokens[-1], hidden, rounds.step(column))
+            logits.append(self._network.logits(hidden))
+            positions = state.lengths + column if depths.sampled else state.lengths
+            tokens.append(self._drawer.draw(logits[-1], DrawnRows(state, positions, depths.sampled)))
+        confidence = all_certainties(self._drawer, logits, state, depths.sampled) if logits else []
         return finished_draft(tokens, confidence, ready, depths, self.origins)
 
     @torch.inference_mode()
@@ -91,7 +92,7 @@ class ChainDrafter:
         following = rows.positions + 1
         committed = (rows.slots >= 0) & (following < state.lengths[slots])
         token_ids = state.history[slots, following.clamp(max=state.history.shape[1] - 1)]
-        kept = _with_slots(rows, torch.where(committed, rows.slots, -1))
+        kept = replace(rows, slots=torch.where(committed, rows.slots, -1))
         step = LayerStep.of(kept, cache)
         hidden = self._network.run(token_ids, self._network.first_hidden(forward), step)
         newest = committed & (following == state.lengths[slots] - 1)
@@ -103,35 +104,38 @@ class ChainDrafter:
         """The kept row belongs to another text."""
         self._position[slot] = -1
 
-    def _rows(self, state: SequenceState, positions: Tensor, runs: Tensor, depths: Depths, cache: Cache) -> LayerStep:
-        """One row a slot; slots that do not run become padding."""
-        slots = torch.arange(runs.shape[0], device=runs.device)
+
+@dataclass(frozen=True)
+class _Rounds:
+    """What the rounds of a proposal share: one row a slot, at most as many rounds as its depth."""
+
+    rows: Rows
+    cache: Cache
+    depths: Tensor
+    key_begin: Tensor
+
+    @classmethod
+    def of(cls, state: SequenceState, allowed: Tensor, depths: Depths, cache: Cache) -> _Rounds:
+        """allowed: [S] int64 depth of each slot, 0 for slots that are not drafted for."""
+        slots = torch.arange(allowed.shape[0], device=allowed.device)
         rows = Rows(
             kind="verify",
-            token_ids=positions,
-            positions=positions.clamp(min=0),
-            slots=torch.where(runs, slots, -1),
+            token_ids=slots,
+            positions=(state.lengths - 2).clamp(min=0),
+            slots=slots,
             block_tables=state.block_tables,
             lengths=state.lengths,
             window_starts=slots,
-            window_rows=runs.to(torch.int64),
+            window_rows=torch.ones_like(slots),
             pending_rows=state.pending_rows,
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
         )
-        return LayerStep.of(rows, cache)
+        return cls(rows, cache, allowed, torch.zeros_like(slots))
 
-
-def _with_slots(rows: Rows, slots: Tensor) -> Rows:
-    """The same rows with other slots."""
-    return Rows(
-        kind=rows.kind,
-        token_ids=rows.token_ids,
-        positions=rows.positions,
-        slots=slots,
-        block_tables=rows.block_tables,
-        lengths=rows.lengths,
-        window_starts=rows.window_starts,
-        window_rows=rows.window_rows,
-        pending_rows=rows.pending_rows,
-        max_position_bound=rows.max_position_bound,
-    )
+    def step(self, column: int) -> LayerStep:
+        """Rows of the round that guesses `column`; slots that are done become padding."""
+        positions = self.rows.positions + column
+        slots = torch.where(self.depths > column, self.rows.slots, -1)
+        rows = replace(self.rows, positions=positions, slots=slots)
+        paging = Paging(rows.block_tables, slots, rows.max_position_bound + 1)
+        return LayerStep(rows, self.cache, paging, self.key_begin, positions + 1)

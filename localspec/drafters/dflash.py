@@ -64,7 +64,7 @@ class Selector:
         """context [S, r], previous [S] int64 target ids -> the same candidates with the transition added."""
         gate = (self._predecessor[previous] * context)[:, :, None].to(torch.float32)
         transition = torch.bmm(self._successor[found.ids].to(torch.float32), gate)[:, :, 0]
-        return Candidates(found.scores + transition, found.ids, None)
+        return Candidates(found.scores + transition, found.ids)
 
 
 class DFlashDrafter:
@@ -92,10 +92,10 @@ class DFlashDrafter:
         asked = DrawnRows(state, state.lengths[slots] - 1 + block.offsets, depths.sampled, slots)
         if self._selector is None:
             # Row 0 of a block is the newest token, which is known; its draw is thrown away.
-            drawn = self._drawer.draw(logits, asked)
+            drawn = self._drawer.draw(logits, asked), self._drawer.certainty(logits, asked)
             tokens, scores = (list(block.by_slot(part, 1, count).unbind(1)) for part in drawn)
         else:
-            found = self._drawer.candidates(logits, asked, self._selector.num_candidates)
+            found = self._drawer.candidates(logits, self._selector.num_candidates)
             tokens, scores = self._walk(self._selector, block, found, hidden, (count, asked))
         allowed = Depths(torch.minimum(depths.depths, block.counts - 1), depths.max_depth, (), ())
         return finished_draft(tokens, scores, state.lengths > 0, allowed, self.origins)
@@ -118,7 +118,7 @@ class DFlashDrafter:
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
         for column in range(count):
-            here = Candidates(unary[:, column], ids[:, column], None)
+            here = Candidates(unary[:, column], ids[:, column])
             here = selector.score(here, contexts[:, column], previous)
             asked = DrawnRows(state, state.lengths + column, drafts[1].sampled)
             previous, score = self._drawer.choose(here, asked)

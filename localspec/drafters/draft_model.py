@@ -14,7 +14,7 @@ from torch import Tensor
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
+from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
 from localspec.formats.checkpoint import read_config
@@ -49,15 +49,15 @@ class ModelDrafter:
         newest = (state.lengths - 1).clamp(min=0)
         token_ids = state.history.gather(1, newest[:, None])[:, 0]
         tokens: list[Tensor] = []
-        confidence: list[Tensor] = []
+        logits: list[Tensor] = []
         for column in range(min(depths.max_depth, self.max_depth)):
             runs = ready & (depths.depths > column)
             rows = self._rows(token_ids, newest + column, runs, depths, state)
             hidden = self._model.forward(rows, cache, self.needs).hidden
-            asked = DrawnRows(state, state.lengths + column, depths.sampled)
-            token_ids, score = self._drawer.draw(self._model.logits(hidden), asked)
+            logits.append(self._model.logits(hidden))
+            token_ids = self._drawer.draw(logits[-1], DrawnRows(state, state.lengths + column, depths.sampled))
             tokens.append(token_ids)
-            confidence.append(score)
+        confidence = all_certainties(self._drawer, logits, state, depths.sampled) if logits else []
         return finished_draft(tokens, confidence, ready, depths, self.origins)
 
     @torch.inference_mode()

@@ -107,7 +107,7 @@ class SequentialHead:
     def score(self, found: Candidates, places: Tensor, vector: Tensor) -> Candidates:
         """Add W2 vector to the candidates. places: [S, n] their ids in the draft's vocabulary; vector [S, r]."""
         rows = self._w2[places].to(torch.float32)
-        return Candidates(found.scores + torch.bmm(rows, vector[:, :, None])[:, :, 0], found.ids, None)
+        return Candidates(found.scores + torch.bmm(rows, vector[:, :, None])[:, :, 0], found.ids)
 
     def confidence(self, hidden: Tensor, previous: Tensor, fallback: Tensor) -> Tensor:
         """P(accepted) [S] float32, or `fallback` without a confidence head."""
@@ -172,7 +172,7 @@ class DSparkDrafter:
         for column in range(count):
             embedded = self._head.embed(previous)
             vector, carried = self._head.bias(embedded, hidden[:, column], carried)
-            found = Candidates(unary[:, column], ids[:, column], None)
+            found = Candidates(unary[:, column], ids[:, column])
             found = self._head.score(found, places[:, column], vector)
             previous, share = self._drawer.choose(found, DrawnRows(state, state.lengths + column, sampled))
             tokens.append(previous)
