@@ -210,7 +210,9 @@ def _sync(name: str, model: str | None, **options: Any) -> TableSync:
 
     place = _place(name)
     config = settings()
-    model_id = catalogue(config).find(model).id if model else default_model(config)
+    model_id = model or default_model(config)
+    if model_id not in installed_ids(config):
+        model_id = catalogue(config).find(model_id).id
     folder = config.paths.models_dir / model_id
     if not (folder / "localspec.json").is_file():
         fail(f"{model_id} is not installed, so its tokenizer is not here; get it with: localspec pull {model_id}")

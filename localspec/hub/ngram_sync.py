@@ -245,6 +245,8 @@ class TableSync:
     def _delete(self, builder: RunBuilder, names: Iterable[str]) -> None:
         for name in names:
             self._removed += builder.delete(name)
+            # A copy of what went is no duplicate any more.
+            self._known.digests.discard(SourceName.parse(name).digest)
 
     def _has(self, file: CorpusFile) -> bool:
         source, stamp = str(file.path), _stamp(file)

@@ -232,7 +232,7 @@ def test_a_slow_disk_costs_the_step_nothing_and_others_take_over(tmp_path: Path)
         spent_s, spoken, others = [], 0, 0
         while replay.length < 450:
             begun_s = time.perf_counter()
-            tokens, right = replay.step(depth=4)
+            tokens, _ = replay.step(depth=4)
             spent_s.append(time.perf_counter() - begun_s)
             spoken += bool(tokens)
             replay.drafter = context
@@ -262,12 +262,10 @@ def test_a_table_removed_in_use_falls_silent(tmp_path: Path, reader: AsyncReader
 def test_a_damaged_page_is_a_miss(tmp_path: Path, reader: AsyncReader) -> None:
     text = text_of(1, 1500)
     make_table(tmp_path / "t", [text], reader)
-    [run] = (tmp_path / "t").glob("*.run") or (tmp_path / "t").glob("*")
+    [run] = (tmp_path / "t").glob("*.ngr")
     data = bytearray(run.read_bytes())
-    pages = 0
     for page in range(1, 25):
         data[page * PAGE_BYTES + 1000] ^= 0x40
-        pages += 1
     run.write_bytes(data)
     table = NgramTable.open(tmp_path / "t", TOKENIZER, reader, ram_cap_bytes=CAP_BYTES)
     replay = Replay(drafter_over(("t", table)), text, 50, [table])

@@ -1,0 +1,296 @@
+"""Measure what n-gram tables add to drafting on real code, without a model and with the demo model.
+
+Replay: files of a source tree are split in two; a table is built from one part, and the held-out files stand for the
+model's output (teacher-forced: the draft is right as far as it equals the file). The drafters of the engine propose as
+they do there; tokens a step are counted with the text itself alone, with the table alone, with chains of both, and with
+an exhaustive reference in the table's place that knows every occurrence of every context of the same lengths. It is an
+upper bound for a model that writes exactly these files.
+
+Model (--model): the demo model answers real prompts with drafting off, ngram, and the chain with the table; steps,
+hits, milliseconds and speed-up are printed also where the gain is nil.
+
+Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from localspec.core.records import MAX_SLOTS, Forward, Rows
+from localspec.core.state import SequenceState
+from localspec.drafters import Depths, Drafter, NgramTableHandle
+from localspec.drafters._ngram_policy import NgramPolicy
+from localspec.drafters.ngram import NgramDrafter, NgramOptions
+from localspec.drafters.ngram_disk import NgramDiskDrafter
+from localspec.engine.drafting import NO_CACHE
+from localspec.hub.corpus import find_files, read_texts, tokenizer_fingerprint
+from localspec.hub.ngram_sync import SyncOptions, TableSync
+from localspec.runner.slots import make_state
+from localspec.storage.aio import AsyncReader
+from localspec.storage.ngram_build import RunBuilder
+from localspec.storage.ngram_format import CONTINUATION_TOKENS
+from localspec.storage.ngram_runs import Continuation, NgramTable
+
+CONTEXT_TOKENS = 4096
+LONGER = (16, 12)
+"""Context lengths that a table tells apart beside its order."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One method over the held-out text."""
+
+    tokens_per_step: float
+    drafted_per_step: float
+    accepted_per_draft: float
+    table_share: float
+    """Of the steps, those in which a table's draft ran."""
+    accepted_per_table_draft: float
+    propose_us_p50: float
+
+
+class Exhaustive:
+    """Every occurrence of every context of the given lengths, by sorted hashes: the table's answers without limits."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], order: int) -> None:
+        self._lengths = (*LONGER, order)
+        # Gaps of tokens that occur nowhere keep contexts and continuations inside their document.
+        gap = np.full(32, (1 << 24) - 1, dtype=np.uint64)
+        self._text = np.concatenate([np.concatenate([np.array(d, dtype=np.uint64), gap]) for d in documents])
+        self._index = {length: self._sorted(length) for length in self._lengths}
+
+    def lookup(self, context: Sequence[int]) -> Continuation | None:
+        """The longest length that occurs; of its continuations the most frequent path."""
+        for length in self._lengths:
+            if len(context) < length:
+                continue
+            hashes, ends = self._index[length]
+            wanted = _window_hashes(np.array(context[-length:], dtype=np.uint64), length)[0]
+            first, last = np.searchsorted(hashes, wanted, "left"), np.searchsorted(hashes, wanted, "right")
+            if first < last:
+                return self._most_frequent(ends[first:last], length)
+        return None
+
+    def prefetch_step(self, history: Sequence[int], draft: Sequence[int]) -> None:
+        """All of it is in memory."""
+
+    def _sorted(self, length: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        hashes = _window_hashes(self._text, length)
+        ends = np.arange(len(hashes)) + length
+        known = (self._text[ends.clip(max=len(self._text) - 1)] != (1 << 24) - 1) & (ends < len(self._text))
+        order = np.argsort(hashes[known], kind="stable")
+        return hashes[known][order], ends[known][order]
+
+    def _most_frequent(self, ends: NDArray[np.int64], length: int) -> Continuation:
+        tokens: list[int] = []
+        total, support, alive = len(ends), 0, ends
+        while len(tokens) < CONTINUATION_TOKENS:
+            following = Counter(int(token) for token in self._text[alive + len(tokens)])
+            following.pop((1 << 24) - 1, None)
+            if not following:
+                break
+            token, count = following.most_common(1)[0]
+            support = support or count
+            alive = alive[self._text[alive + len(tokens)] == token]
+            tokens.append(token)
+        return Continuation(tuple(tokens), length, support, support / total, 1)
+
+
+def _window_hashes(text: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
+    total = np.zeros(max(0, len(text) - length + 1), dtype=np.uint64)
+    for offset in range(length):
+        total *= np.uint64(0x9E3779B97F4A7C15)
+        total += text[offset : offset + len(total)] + np.uint64(1)
+        total ^= total >> np.uint64(29)
+    return total
+
+
+def replay(drafters: Sequence[Drafter], documents: Sequence[Sequence[int]], depth: int, table: Any) -> Replayed:
+    """Teacher-forced run of a chain: the first drafter that has something speaks."""
+    steps = emitted = drafted = drafts = accepted_tokens = 0
+    table_drafts = table_accepted = 0
+    times_us: list[float] = []
+    state = make_state(CONTEXT_TOKENS, 8, torch.device("cpu"))
+    for document in documents:
+        _start(drafters, state, document)
+        length = 32
+        while length < len(document):
+            state.lengths[0] = length
+            begun_s = time.perf_counter()
+            tokens, origin = _propose(drafters, state, length, depth)
+            times_us.append((time.perf_counter() - begun_s) * 1e6)
+            _settle(table)
+            came = document[length : length + len(tokens) + 1]
+            accepted = next((at for at, token in enumerate(tokens) if at >= len(came) or token != came[at]), len(tokens))
+            accepted = min(accepted, len(came) - 1)
+            _observe(drafters, state, document, length, tokens, accepted)
+            steps += 1
+            emitted += accepted + 1
+            drafted += len(tokens)
+            drafts += bool(tokens)
+            accepted_tokens += accepted
+            if origin.startswith("table:"):
+                table_drafts += 1
+                table_accepted += accepted
+            length += accepted + 1
+    return Replayed(
+        emitted / steps,
+        drafted / steps,
+        accepted_tokens / max(drafts, 1),
+        table_drafts / steps,
+        table_accepted / max(table_drafts, 1),
+        float(np.median(times_us)),
+    )
+
+
+def _start(drafters: Sequence[Drafter], state: SequenceState, document: Sequence[int]) -> None:
+    state.history[0, : len(document)] = torch.tensor(document)
+    state.lengths[0] = 32
+    for drafter in drafters:
+        drafter.forget(0)
+        drafter.observe(_rows("prefill", state, [0] * 31, 0), Forward(torch.zeros(1)), state, NO_CACHE)
+
+
+def _propose(drafters: Sequence[Drafter], state: SequenceState, length: int, depth: int) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    origin = ""
+    for drafter in drafters:
+        limit = min(depth, drafter.max_depth)
+        by_slot = torch.tensor([limit] + [0] * (MAX_SLOTS - 1))
+        draft = drafter.propose(Depths(by_slot, limit, (0,), (length,)), state, NO_CACHE)
+        count = int(draft.num_drafts[0])
+        if count and not tokens:
+            tokens = draft.token_ids[0, :count].tolist()
+            origin = draft.origin_names[int(draft.origins[0, 0])]
+    return tokens, origin
+
+
+def _observe(
+    drafters: Sequence[Drafter], state: SequenceState, document: Sequence[int], length: int, tokens: list[int], right: int
+) -> None:
+    state.lengths[0] = length + right + 1
+    rows = _rows("verify", state, [document[length - 1], *tokens], length - 1)
+    for drafter in drafters:
+        drafter.observe(rows, Forward(torch.zeros(1)), state, NO_CACHE)
+
+
+def _rows(kind: Any, state: SequenceState, tokens: list[int], start: int) -> Rows:
+    count = len(tokens)
+    first = torch.zeros(MAX_SLOTS, dtype=torch.int64)
+    windows = first.clone()
+    windows[0] = count
+    positions = torch.arange(start, start + count)
+    slots = torch.zeros(count, dtype=torch.int64)
+    return Rows(
+        kind, torch.tensor(tokens), positions, slots, state.block_tables, state.lengths, first, windows, first, start
+    )
+
+
+def _settle(table: Any) -> None:
+    """A verification takes longer than the reads."""
+    while isinstance(table, NgramTable) and table.statistics().pending_reads:
+        time.sleep(0.0001)
+
+
+def split(paths: Sequence[Path], tokenizer: Tokenizer, held_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the files for the table, and of held-out files (one in twenty, by a hash of the name)."""
+    kept, held = [], []
+    seen: set[bytes] = set()
+    for file in find_files(paths):
+        for text in read_texts(file) if file.path.suffix == ".py" else ():
+            digest = hashlib.sha256(text.text.encode()).digest()
+            if digest in seen:
+                continue
+            seen.add(digest)
+            ids = tokenizer.encode(text.text, add_special_tokens=False).ids
+            out = hashlib.sha256(str(file.path).encode()).digest()[0] < 13
+            (held if out else kept).append(ids)
+    chosen, total = [], 0
+    for ids in held:
+        if total < held_tokens and len(ids) > 256:
+            chosen.append(ids[:3000])
+            total += len(chosen[-1])
+    return kept, chosen
+
+
+def measure_replay(paths: Sequence[Path], model: Path, held_tokens: int, depth: int, order: int) -> dict[str, Any]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    kept, held = split(paths, tokenizer, held_tokens)
+    print(f"{sum(map(len, kept)):,} tokens in the table, {sum(map(len, held)):,} held out in {len(held)} files")
+    fingerprint = tokenizer_fingerprint(model)
+    found: dict[str, Any] = {"table_tokens": sum(map(len, kept)), "held_tokens": sum(map(len, held)), "depth": depth, "order": order}
+    with tempfile.TemporaryDirectory() as folder, AsyncReader() as reader:
+        with RunBuilder(Path(folder), fingerprint, order=order) as builder:
+            for ids in kept:
+                builder.add("tree", ids)
+            report = builder.finish()
+        cap_bytes = max(report.table_bytes // 8, 2 << 20)
+        found |= {"table_bytes": report.table_bytes, "ram_cap_bytes": cap_bytes}
+        reference: Any = Exhaustive(kept, order)
+        context = NgramDrafter(NgramOptions(), host_knows=True)
+        careful = NgramDrafter(NgramOptions(min_match_tokens=order), host_knows=True)
+
+        def disk(source: Any) -> NgramDiskDrafter:
+            return NgramDiskDrafter((NgramTableHandle("tree", source),), NgramPolicy())
+
+        def opened() -> NgramTable:
+            return NgramTable.open(Path(folder), fingerprint, reader, ram_cap_bytes=cap_bytes)
+
+        for name, chain in {
+            "context": lambda table: (context,),
+            "table": lambda table: (disk(table),),
+            "context, table": lambda table: (context, disk(table)),
+            "table, context": lambda table: (disk(table), context),
+            "context from 8, table, context": lambda table: (careful, disk(table), context),
+        }.items():
+            table = opened()
+            found[name] = asdict(replay(chain(table), held, depth, table))
+            _print(name, found[name])
+            if name not in ("context", "context, table"):
+                found[f"{name} (exhaustive)"] = asdict(replay(chain(reference), held, depth, reference))
+                _print(f"{name} (exhaustive)", found[f"{name} (exhaustive)"])
+            if name == "table":
+                statistics = table.statistics()
+                found["pages_cached_share"] = statistics.cached_pages / max(statistics.requested_pages, 1)
+    return found
+
+
+def _print(name: str, row: dict[str, float]) -> None:
+    print(
+        f"{name:44} {row['tokens_per_step']:.3f} tokens/step  {row['drafted_per_step']:.2f} drafted  "
+        f"table in {row['table_share']:.1%} of steps, {row['accepted_per_table_draft']:.2f} accepted each  "
+        f"{row['propose_us_p50']:.0f} us"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="model folder")
+    parser.add_argument("--held-tokens", type=int, default=40_000)
+    parser.add_argument("--depth", type=int, default=15)
+    parser.add_argument("--order", type=int, default=8)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(measure_replay(given.paths, given.folder, given.held_tokens, given.depth, given.order)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

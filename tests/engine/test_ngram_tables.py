@@ -1,0 +1,118 @@
+"""The tables of an engine: which are used, what is learnt from answers and what never, and the figures shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localspec.core.records import Request
+from localspec.engine import ngram_tables
+from localspec.engine.ngram_tables import NgramTables
+from localspec.storage.ngram_build import RunBuilder
+from localspec.storage.ngram_manifest import TableDirectory
+from tests.helpers.engine import make_request
+
+pytestmark = pytest.mark.torch
+TOKENIZER = bytes(range(32))
+OWN = f"own-{TOKENIZER.hex()[:8]}"
+ANSWER = tuple(range(1000, 1060))
+
+
+def request(chat_id: str | None = "c", private: bool = False) -> Request:
+    return make_request(list(range(40)), chat_id=chat_id, private=private)
+
+
+def table(folder: Path, name: str, fingerprint: bytes = TOKENIZER) -> None:
+    with RunBuilder(folder / name, fingerprint) as builder:
+        builder.add("text", list(range(500)))
+        builder.finish()
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_tables_of_this_tokenizer_are_used_and_others_named(tmp_path: Path) -> None:
+    table(tmp_path, "mine")
+    table(tmp_path, "foreign", b"\x55" * 32)
+    table(tmp_path, "own-55555555", b"\x55" * 32)
+    table(tmp_path, "torn")
+    (tmp_path / "torn" / "manifest").write_bytes(b"torn")
+    (tmp_path / "stray.txt").write_text("no table")
+    words: list[str] = []
+    tables = NgramTables(tmp_path, TOKENIZER, False, words.append)
+    try:
+        assert [handle.name for handle in tables.handles] == ["mine"]
+        assert len(words) == 2
+        assert any("foreign" in word and "another tokenizer" in word for word in words)
+        assert any("torn" in word and "damaged" in word for word in words)
+        assert not (tmp_path / OWN).exists()
+        tables.remember(request(), ANSWER)
+    finally:
+        tables.close()
+    assert not (tmp_path / OWN).exists()
+
+
+def test_no_folder_is_no_table(tmp_path: Path) -> None:
+    tables = NgramTables(tmp_path / "absent", TOKENIZER, False, lambda word: None)
+    assert tables.handles == ()
+    tables.close()
+    assert not (tmp_path / "absent").exists()
+
+
+def test_answers_are_learnt_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_tables, "FLUSH_TOKENS", 50)
+    tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    [own] = tables.handles
+    assert own.name == "own" and (tmp_path / OWN).stat().st_mode & 0o777 == 0o700
+    tables.remember(request(), ANSWER)
+    wait(lambda: own.table.statistics().records > 0)
+    context = [*range(25, 40), *ANSWER[:1]]
+    own.table.prefetch([context[:-1]])
+    wait(lambda: not own.table.statistics().pending_reads)
+    found = own.table.lookup(context)
+    assert found is not None and found.tokens == ANSWER[1:15]
+    figures = tables.figures()
+    assert figures["ngram_hits"] == 1 and figures["ngram_lookups"] == 1 and figures["ngram_read_p50_ms"] > 0
+    tables.close()
+
+
+def test_private_answers_never_reach_the_disk(tmp_path: Path) -> None:
+    tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    tables.remember(request(private=True), ANSWER)
+    tables.close()
+    assert TableDirectory(tmp_path / OWN).load().runs == ()
+    assert not list((tmp_path / OWN).glob("*.ngr"))
+
+
+def test_a_forgotten_chat_is_gone_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_tables, "FLUSH_TOKENS", 50)
+    tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    other = tuple(range(3000, 3060))
+    tables.remember(request("gone"), ANSWER)
+    tables.remember(request("kept"), other)
+    wait(lambda: tables.handles[0].table.statistics().records > 100)
+    tables.forget("gone")
+    tables.close()
+    manifest = TableDirectory(tmp_path / OWN).load()
+    assert set(manifest.sources) == {"chat:kept"} and not manifest.deleted
+    assert sum(entry.record_count for entry in manifest.runs) == len(other) + 15 - 8
+    data = b"".join(path.read_bytes() for path in (tmp_path / OWN).glob("*.ngr"))
+    assert (3001).to_bytes(3, "little") + (3002).to_bytes(3, "little") in data
+    assert (1001).to_bytes(3, "little") + (1002).to_bytes(3, "little") not in data
+
+
+def test_an_answer_waits_while_another_process_builds(tmp_path: Path) -> None:
+    tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    with TableDirectory(tmp_path / OWN).builder_lock():
+        tables._waiting.append(ngram_tables._Answer("answers", ANSWER))
+        tables._flush()
+        assert tables._waiting
+    tables.close()
+    assert TableDirectory(tmp_path / OWN).load().runs
