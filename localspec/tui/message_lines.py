@@ -139,10 +139,12 @@ def answer_figures(message: Stored) -> str:
     if not isinstance(timings, dict) or not isinstance(usage, dict):
         return ""
     parts = [f"{short_count(int(usage.get('completion_tokens', 0)))} tokens"]
+    if usage.get("cached_tokens"):
+        parts.append(f"{short_count(int(usage['cached_tokens']))}/{short_count(int(usage['prompt_tokens']))} cached")
     if timings.get("tok_per_s"):
         parts.append(f"{float(timings['tok_per_s']):.1f} tok/s")
     if timings.get("draft_n"):
-        parts.append(f"{percent(int(timings.get('draft_n_accepted', 0)) / int(timings['draft_n']))} of drafts accepted")
+        parts.append(f"{percent(int(timings.get('draft_n_accepted', 0)) / int(timings['draft_n']))} accepted")
     if timings.get("speedup_vs_plain"):
         parts.append(f"×{float(timings['speedup_vs_plain']):.2f}")
     return " · ".join(parts)

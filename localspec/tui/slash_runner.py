@@ -216,6 +216,8 @@ class SlashRunner:
         answers = [m for m in talk.messages if m.role == "assistant"]
         rate = acceptance(now.drafters)
         lines = [f"Last answer: {answer_figures(answers[-1]) or 'no figures'}" if answers else "No answer yet."]
+        if answers and answers[-1].stats.get("cache_miss_reason"):
+            lines.append(f"Read anew because: {answers[-1].stats['cache_miss_reason']}")
         lines.append(f"Drafts accepted since the start: {percent(rate) if rate is not None else 'none drafted'}.")
         lines.append(f"Speed: {now.tok_per_s:.1f} tok/s, {speedup_text(now)}.")
         lines.append(f"Requests {now.requests_total}, tokens {now.completion_tokens_total}.")

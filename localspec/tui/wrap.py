@@ -44,7 +44,7 @@ def wrap_runs(runs: Iterable[Run], width: int) -> list[Strip]:
 @lru_cache(maxsize=8192)
 def wrap_line(runs: tuple[Run, ...], width: int) -> tuple[Strip, ...]:
     """Strips of one line. Breaks at spaces, inside a word only if it is wider than the line."""
-    width = max(1, width)
+    width = max(2, width)  # a wide character needs two cells
     text = "".join(part for part, _ in runs)
     if not text:
         return (Strip([], 0),)

@@ -53,6 +53,7 @@ class ChatScreen(Screen[None]):
         self.panel_form = "auto"
         self._state = PanelState(address=options.address)
         self._engine_state = "loading"
+        self._was_ready = False
         self._slash = SlashRunner(self)
         self.answering = Answering(self)
         self._browser = Browser(self)
@@ -305,7 +306,7 @@ class ChatScreen(Screen[None]):
         if not self.conversation.messages:
             self.transcript.welcome(welcome_text(model, now, private=self.conversation.private))
         if now.state != self._engine_state:
-            self._engine_changed(self._engine_state, now.state, now.stage)
+            self._engine_changed(now.state, now.stage)
             self._engine_state = now.state
 
     # Inside
@@ -325,11 +326,14 @@ class ChatScreen(Screen[None]):
         await self.conversation.keep_draft("")
         await self.answering.start()
 
-    def _engine_changed(self, before: str, now: str, stage: str) -> None:
+    def _engine_changed(self, now: str, stage: str) -> None:
         if now in ("failed", "stopped"):
             self.tell(f"The engine {now}: {stage or 'no reason given'}. The chat is kept.", error=True)
-        elif now == "ready" and before in ("failed", "stopped"):
+        elif now == "loading" and self._was_ready:
+            self.tell(f"The engine is not ready: {stage or 'it loads'}. The chat is kept.")
+        elif now == "ready" and self._was_ready:
             self.tell("The engine is back.")
+        self._was_ready = self._was_ready or now == "ready"
 
     def _arrange(self, width: int, height: int) -> None:
         is_tiny = width < TINY[0] or height < TINY[1]

@@ -27,7 +27,8 @@ from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.message_lines import Look, MessageLines
 from localspec.tui.wrap import wrap_text
 
-VIEW_LINES = 1500
+# Opening a chat renders this much of its end at once; a page of Markdown takes some 20 ms.
+VIEW_LINES = 500
 FINISHED_LINES = 2000
 MARGIN = 1
 # While an answer grows the view moves on by several lines at once: moving repaints every line on the screen.
