@@ -84,8 +84,8 @@ def full_lines(state: PanelState, width: int) -> list[Text]:
         ("Speed", _speed_lines(state, width)),
         ("Context", _context_lines(state.now, width)),
         ("Memory", _memory_lines(state.now, width)),
-        ("Cache", _tier_lines(state.now)),
         ("Requests", _request_lines(state)),
+        ("Cache and disk", _tier_lines(state.now)),
     )
     lines: list[Text] = []
     for title, body in sections:
@@ -109,7 +109,7 @@ def strip_lines(state: PanelState, width: int) -> list[Text]:
         return [first, Text()]
     first.append(f"  {_drafter_text(now)}  accepted {percent(rate) if rate is not None else '–'}")
     if now.mean_accepted_run:
-        first.append(f"  {now.mean_accepted_run:.2f} a step")
+        first.append(f"  mean run {now.mean_accepted_run:.2f}")
     second = Text.assemble((f"{now.tok_per_s:.1f} tok/s", _STRONG), f"  {speedup_text(now)}")
     if now.context_limit_tokens:
         used, limit = now.context_used_tokens, now.context_limit_tokens
@@ -152,7 +152,7 @@ def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     if rate is None:
         yield Text("no draft yet", style=_DIM)
         return
-    yield Text.assemble("accepted ", (percent(rate), _STRONG), f"  {now.mean_accepted_run:.2f} a step")
+    yield Text.assemble("accepted ", (percent(rate), _STRONG), f"  mean run {now.mean_accepted_run:.2f}")
     for offset, share in enumerate(per_position(now.drafters)[:MAX_POSITIONS], start=1):
         yield Text.assemble((f"{offset:>2} ", _DIM), (bar(share, width - 9), _BAR), f" {percent(share):>4}")
     for drafter in now.drafters:
@@ -198,7 +198,7 @@ def _memory_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
 
 def _tier_lines(now: MetricsSnapshot) -> Iterator[Text]:
     for name, value in (*now.tiers.items(), *now.storage.items()):
-        yield Text(f"{clean_line(name)}: {value:.4g}", style=_DIM)
+        yield Text(f"{clean_line(name).replace('_', ' ')}: {value:.4g}", style=_DIM)
 
 
 def _request_lines(state: PanelState) -> Iterator[Text]:
