@@ -35,9 +35,13 @@ class NgramPolicy:
     min_first_right: float = 0.2
     retry_every: int = 8
 
+    def allowed(self, match_tokens: int) -> int:
+        """Drafts after a match of so many tokens whose continuation is clear."""
+        return next((drafts for shortest, drafts in self.draft_tokens if match_tokens >= shortest), 0)
+
     def length(self, found: Continuation) -> int:
         """How many tokens of a continuation to draft; 0 to stay silent."""
-        allowed = next((drafts for shortest, drafts in self.draft_tokens if found.match_tokens >= shortest), 0)
+        allowed = self.allowed(found.match_tokens)
         if found.share < self.min_share:
             return 0
         if found.share < self.unsure_share:

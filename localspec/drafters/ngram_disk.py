@@ -19,6 +19,7 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup, NgramTableHandle
+from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.drafters._ngram_policy import CONTEXT_TOKENS, Advisor, Guess, NgramPolicy
 from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
@@ -139,7 +140,9 @@ def build(setup: DrafterSetup) -> Drafter:
     """The drafter over the tables that were opened for this model. Raises ValueError if there is none."""
     if not setup.ngram_tables:
         raise ValueError("ngram_disk needs a table; make one with: localspec ngram build NAME PATH")
-    return NgramDiskDrafter(setup.ngram_tables, NgramPolicy())
+    if setup.ops.waits:
+        return NgramDiskDrafter(setup.ngram_tables, NgramPolicy())
+    return DeviceNgramDrafter(setup.ngram_tables, NgramPolicy(), setup.ops.device, setup.model.vocab_size)
 
 
 class _CoarseTable(NgramTable):

@@ -18,11 +18,13 @@ from localspec.cache.prefix import PrefixTree
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
 from localspec.drafters import Drafter
+from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
+from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
@@ -45,8 +47,6 @@ GPU_CHUNK_TOKENS = 2048
 GPU_SHARED_CHUNK_TOKENS = 512
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
-NGRAM_CHAIN = f"{NGRAM_DISK}+ngram"
-"""The table first: it speaks only after long matches, the text itself after any."""
 Report = Callable[[str], None]
 
 
@@ -156,7 +156,7 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
         needs_state=pool.has_states,
     )
     metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
-    ring = ResultRing(lag=0 if ops.waits else 1)
+    ring = _ring(ops, drafters, scheduler)
     stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options))
     loop = DecodeLoop(stages, scheduler, ring, tuner, metrics)
     return Assembled(loop, metrics, tuner, runner, scheduler)
@@ -192,6 +192,9 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
         sampling=text.default_sampling(),
     )
     assembled.metrics.update(model_id=place.id)
+    disk = drafters.get(NGRAM_DISK)
+    if tables is not None and isinstance(disk, DeviceNgramDrafter):
+        tables.before_close(disk.close)
     return Built(info, text, assembled, tables)
 
 
@@ -200,6 +203,12 @@ def open_tables(folder: Path, options: EngineOptions, report: Report) -> NgramTa
     if options.ngram_dir is None:
         return None
     return NgramTables(options.ngram_dir, tokenizer_fingerprint(folder), options.ngram_learn, report)
+
+
+def _ring(ops: Ops, drafters: dict[str, Drafter], scheduler: Scheduler) -> ResultRing:
+    lag = 0 if ops.waits else 1
+    disk = drafters.get(NGRAM_DISK)
+    return FeedingRing(lag, scheduler, disk.follow) if isinstance(disk, DeviceNgramDrafter) else ResultRing(lag)
 
 
 def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:
@@ -251,8 +260,8 @@ def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
 
 
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
-    # A table adds to what the text itself gives, so the two also run as one chain.
-    chains = (NGRAM_CHAIN,) if drafters.knows(NGRAM_CHAIN) else ()
+    # A table speaks only after long matches, so it goes before whatever speaks more often.
+    chains = [f"{NGRAM_DISK}+{name}" for name in drafters.names if name != NGRAM_DISK and drafters.knows(NGRAM_DISK)]
     limits = {name: drafters.max_depth(name) for name in (*drafters.names, *chains)}
     return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
 

@@ -63,6 +63,7 @@ class NgramTables:
         self.handles = self._open(folder, report)
         self._inbox: queue.SimpleQueue[_Answer | _Forget | None] = queue.SimpleQueue()
         self._waiting: list[_Answer] = []
+        self._before_close: list[Callable[[], None]] = []
         self._flushed_s = time.monotonic()
         self._worker = threading.Thread(target=self._work, name="ngram", daemon=True)
         self._worker.start()
@@ -100,8 +101,14 @@ class NgramTables:
             "ngram_damaged_pages": sum(table.damaged_pages for table in tables),
         }
 
+    def before_close(self, function: Callable[[], None]) -> None:
+        """Have something called first when the tables close: the end of whatever still asks them."""
+        self._before_close.append(function)
+
     def close(self) -> None:
         """Write what waits and end the threads. The drafter goes on without an answer, should it still be asked."""
+        for function in self._before_close:
+            function()
         self._inbox.put(None)
         self._worker.join()
         self.reader.close()

@@ -1,0 +1,352 @@
+"""N-gram tables for a device that the host cannot look into: a small table in its memory, probed where the tokens are.
+
+The host learns tokens one step late. A thread of its own follows the text, has the pages read that the next step may
+need, and copies their records into a fixed-size table on the device; the draft hashes the true last tokens there and
+probes it, without a wait and with fixed shapes, so that a graph can hold it. A record that is torn, stale or late only
+loses a hit: its key is cleared first and written last. Hashes and records are those of `storage/ngram_format.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from localspec.core.cache_spec import CacheSpec
+from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
+from localspec.core.state import Cache, SequenceState
+from localspec.drafters import Depths, NgramTableHandle
+from localspec.drafters._ngram_policy import Advisor, Guess, NgramPolicy
+from localspec.storage.ngram_format import (
+    CONTINUATION_TOKENS,
+    FULL_SHARE,
+    MAX_TOKEN,
+    MULTIPLIERS,
+    RECORD_BYTES,
+    TAG_TOKENS,
+    mix,
+)
+
+NUM_BUCKETS = 1 << 13
+BUCKET_RECORDS = 8
+"""A context's records lie in one bucket: 4 MiB of table, 512 bytes read a slot and step."""
+STAGED_RECORDS = 256
+READ_WAIT_S = 0.004
+"""The feeding thread waits this long for pages; a step is longer."""
+_WORDS = RECORD_BYTES // 8
+_CONTINUATION_BYTE = RECORD_BYTES - 3 * CONTINUATION_TOKENS
+_SHIFT_33_BITS = (1 << 31) - 1
+_MASK_64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_MIX_1, _MIX_2 = _signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53)
+_LAST_FACTOR = 0x9FB21C651E98DF25
+
+
+def mix_tensor(value: Tensor) -> Tensor:
+    """`ngram_format.mix` on int64: products wrap, and the sign is masked out of right shifts."""
+    value = (value ^ ((value >> 33) & _SHIFT_33_BITS)) * _MIX_1
+    value = (value ^ ((value >> 33) & _SHIFT_33_BITS)) * _MIX_2
+    return value ^ ((value >> 33) & _SHIFT_33_BITS)
+
+
+def bucket_of(prefix: int, last_token: int) -> int:
+    """The bucket of a prefix hash and a last token; `_bucket_tensor` is the same on the device."""
+    return mix((prefix + last_token * _LAST_FACTOR) & _MASK_64) % NUM_BUCKETS
+
+
+def _bucket_tensor(prefix: Tensor, last_token: Tensor) -> Tensor:
+    return mix_tensor(prefix + last_token * _signed(_LAST_FACTOR)) & (NUM_BUCKETS - 1)
+
+
+class DeviceTable:
+    """Open addressing in buckets of 8. words: [records, 8] int64 on the device; the host remembers what lies where."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        num_records = NUM_BUCKETS * BUCKET_RECORDS
+        self.words = torch.zeros(num_records, _WORDS, dtype=torch.int64, device=device)
+        self._staging = torch.zeros(STAGED_RECORDS, _WORDS + 1, dtype=torch.int64, pin_memory=cuda)
+        self._arrived = torch.zeros(STAGED_RECORDS, _WORDS + 1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._held: list[bytes] = [b""] * num_records
+        self._victim = 0
+
+    def insert(self, records: NDArray[np.void], table: int) -> int:
+        """Copy those of the records that are not there; returns how many. For one thread; may wait for its own copies.
+
+        records: RECORD array; their source gives way to the number of the table.
+        """
+        fresh: dict[int, bytes] = {}
+        for record in _numbered(records, table):
+            place = self._place(record)
+            if place is not None:
+                fresh[place] = record
+        places = list(fresh)
+        for begin in range(0, len(places), STAGED_RECORDS):
+            self._copy({place: fresh[place] for place in places[begin : begin + STAGED_RECORDS]})
+        return len(fresh)
+
+    def _place(self, record: bytes) -> int | None:
+        """Where to write a record: over its older self, an empty place or one in turn; None if it lies there as is."""
+        low, high = int.from_bytes(record[4:8], "little"), int.from_bytes(record[:4], "little")
+        last = int.from_bytes(record[8:11], "little")
+        first = bucket_of(high << 32 | low, last) * BUCKET_RECORDS
+        held = self._held[first : first + BUCKET_RECORDS]
+        if record in held:
+            return None
+        identity = _identity(record)
+        # Same context, table and tags: an older count or continuation.
+        same = (at for at, other in enumerate(held) if _identity(other) == identity)
+        empty = (at for at, other in enumerate(held) if not other)
+        place = next(same, next(empty, None))
+        if place is None:
+            self._victim = (self._victim + 1) % BUCKET_RECORDS
+            place = self._victim
+        self._held[first + place] = record
+        return first + place
+
+    def _copy(self, batch: dict[int, bytes]) -> None:
+        count = len(batch)
+        rows = np.frombuffer(b"".join(batch.values()), dtype=np.int64).reshape(count, _WORDS)
+        self._staging[:count, :_WORDS] = torch.from_numpy(rows.copy())
+        self._staging[:count, _WORDS] = torch.tensor(list(batch))
+        with self.beside():
+            arrived = self._arrived[:count]
+            arrived.copy_(self._staging[:count], non_blocking=True)
+            places, keys = arrived[:, _WORDS].contiguous(), arrived[:, 0].contiguous()
+            self.words[:, 0].index_fill_(0, places, 0)
+            self.words[:, 1:].index_copy_(0, places, arrived[:, 1:_WORDS].contiguous())
+            self.words[:, 0].index_copy_(0, places, keys)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work beside the steps; on leaving it is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def _identity(record: bytes) -> bytes:
+    return record[:11] + record[12:15] + record[16:20]
+
+
+def _numbered(records: NDArray[np.void], table: int) -> list[bytes]:
+    numbered = records.copy()
+    numbered["source_share"] = (numbered["source_share"] & np.uint32(0xFF000000)) | np.uint32(table)
+    data = numbered.tobytes()
+    return [data[at : at + RECORD_BYTES] for at in range(0, len(data), RECORD_BYTES)]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Best record of each slot. record: [S, 8] int64; score: [S] int64, -1 where none; level: [S] int64 0, 1 or 2."""
+
+    record: Tensor
+    score: Tensor
+    level: Tensor
+
+
+class DeviceNgramDrafter:
+    """The device's form. `propose` runs on the device alone; `follow` feeds it from the host."""
+
+    name = "ngram_disk"
+    max_depth = CONTINUATION_TOKENS
+    needs = HiddenNeeds()
+    cache_spec = CacheSpec(owner="ngram_disk", fingerprint="ngram_disk")
+
+    def __init__(
+        self, handles: tuple[NgramTableHandle, ...], policy: NgramPolicy, device: torch.device, vocab_size: int
+    ) -> None:
+        self.origins: tuple[str, ...] = tuple(f"table:{handle.name}" for handle in handles)
+        self.advisor = Advisor(handles, policy)
+        self.table = DeviceTable(device)
+        self._policy, self._vocab_size, self._device = policy, vocab_size, device
+        self._orders = tuple(sorted({handle.table.order for handle in handles}))
+        levels = [[policy.allowed(length) for length in (order, *TAG_TOKENS)] for order in self._orders]
+        self._lengths = torch.tensor(levels, dtype=torch.int64, device=device)  # [orders, 3]
+        self._speaks = torch.ones(len(handles), 3, dtype=torch.int64, device=device)
+        self._multipliers = torch.tensor([_signed(m) for m in MULTIPLIERS], dtype=torch.int64, device=device)
+        self._feed = NgramFeed(self)
+
+    def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
+        """The best record for each slot's last tokens that lies in the device's table now."""
+        tail, known = self._tail(state)
+        tags = [self._tag(tail, known, tokens) for tokens in TAG_TOKENS]
+        best, allowed = self._probe(0, tail, known, tags)
+        for index in range(1, len(self._orders)):
+            other, other_allowed = self._probe(index, tail, known, tags)
+            better = other.score > best.score
+            best = _Probe(
+                torch.where(better[:, None], other.record, best.record),
+                torch.where(better, other.score, best.score),
+                torch.where(better, other.level, best.level),
+            )
+            allowed = torch.where(better, other_allowed, allowed)
+        return self._draft(best, torch.minimum(allowed, depths.depths), depths.max_depth)
+
+    def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
+        """Nothing is kept on the device but the table."""
+
+    def forget(self, slot: int) -> None:
+        """The table holds other texts, not this one."""
+
+    def follow(self, sequence_id: int, tail: Sequence[int], came: Sequence[int], ended: bool) -> None:
+        """A step of a sequence has landed. Returns at once.
+
+        tail: the last known tokens, those of the step (`came`) included; ended: no step follows.
+        """
+        self._feed.post(sequence_id, tuple(tail), tuple(came), ended)
+
+    def close(self) -> None:
+        """End the feeding thread."""
+        self._feed.close()
+
+    def set_speaking(self, speaking: dict[tuple[int, int], bool]) -> None:
+        """Tell the device which tables at which match length may speak."""
+        flags = torch.ones(self._speaks.shape, dtype=torch.int64)
+        for (table, match_tokens), speaks in speaking.items():
+            level = TAG_TOKENS.index(match_tokens) + 1 if match_tokens in TAG_TOKENS else 0
+            flags[table, level] = int(speaks)
+        with self.table.beside():
+            self._speaks.copy_(flags)
+
+    def _tail(self, state: SequenceState) -> tuple[Tensor, Tensor]:
+        """[S, 16] int64 last tokens plus one, newest first, 0 before the text; [S] int64 how many there are."""
+        back = torch.arange(TAG_TOKENS[1], device=self._device)
+        place = state.lengths[:, None] - 1 - back
+        tokens = state.history.gather(1, place.clamp(min=0)) + 1
+        return torch.where(place >= 0, tokens, 0), state.lengths
+
+    def _tag(self, tail: Tensor, known: Tensor, tokens: int) -> Tensor:
+        """[S] int64 tag over the last tokens; -1 where there are fewer, which no record has."""
+        total = (tail[:, :tokens] * self._multipliers[:tokens]).sum(dim=1)
+        tag = ((mix_tensor(total) >> 48) & 0xFFFF).clamp(min=1)
+        return torch.where(known >= tokens, tag, -1)
+
+    def _probe(self, index: int, tail: Tensor, known: Tensor, tags: list[Tensor]) -> tuple[_Probe, Tensor]:
+        order = self._orders[index]
+        prefix = mix_tensor((tail[:, 1:order] * self._multipliers[1:order]).sum(dim=1))  # [S]
+        last = tail[:, 0] - 1
+        bucket = _bucket_tensor(prefix, last)
+        found = self.table.words.view(NUM_BUCKETS, BUCKET_RECORDS, _WORDS)[bucket]  # [S, 8, 8] int64
+        key = ((prefix >> 32) & 0xFFFFFFFF) | (prefix << 32)
+        second, third = found[:, :, 1], found[:, :, 2]
+        here = (found[:, :, 0] == key[:, None]) & ((second & MAX_TOKEN) == last[:, None]) & (known >= order)[:, None]
+        level = torch.where((third & 0xFFFF) == tags[0][:, None], 1, 0)
+        level = torch.where(((third >> 16) & 0xFFFF) == tags[1][:, None], 2, level)
+        table = ((second >> 32) & MAX_TOKEN).clamp(max=self._speaks.shape[0] - 1)
+        share = (second >> 56) & 0xFF
+        here &= (self._speaks[table, level] != 0) & (share >= int(self._policy.min_share * FULL_SHARE))
+        score = (level << 32) | (share << 16) | ((third >> 32) & 0xFFFF)
+        score = torch.where(here, score, -1)
+        best = score.argmax(dim=1)
+        slots = torch.arange(tail.shape[0], device=self._device)
+        record, level = found[slots, best], level[slots, best]
+        sure = ((record[:, 1] >> 56) & 0xFF) >= int(self._policy.unsure_share * FULL_SHARE)
+        allowed = self._lengths[index][level]
+        allowed = torch.where(sure, allowed, (allowed + 1) // 2)
+        score = score[slots, best]
+        return _Probe(record, score, level), torch.where(score >= 0, allowed, 0)
+
+    def _draft(self, best: _Probe, allowed: Tensor, width: int) -> Draft:
+        """Unpack the continuations. A torn one may hold any bytes: what is no token of the model ends the draft."""
+        num_slots = best.record.shape[0]
+        packed = best.record.contiguous().view(torch.uint8).view(num_slots, RECORD_BYTES)[:, _CONTINUATION_BYTE:]
+        parts = packed.reshape(num_slots, CONTINUATION_TOKENS, 3).to(torch.int64)
+        tokens = parts[:, :, 0] | (parts[:, :, 1] << 8) | (parts[:, :, 2] << 16)  # [S, 14]
+        missing = max(0, width - CONTINUATION_TOKENS)
+        tokens = torch.nn.functional.pad(tokens[:, :width], (0, missing), value=-1)
+        column = torch.arange(width, device=self._device)
+        count = torch.minimum(allowed, (best.record[:, 1] >> 24) & 0xFF)
+        usable = (column < count[:, None]) & (tokens >= 0) & (tokens < self._vocab_size)
+        usable = usable.to(torch.int64).cumprod(dim=1).bool()
+        table = ((best.record[:, 1] >> 32) & MAX_TOKEN).clamp(max=len(self.origins) - 1)
+        share = ((best.record[:, 1] >> 56) & 0xFF).to(torch.float32) / FULL_SHARE
+        return Draft(
+            token_ids=torch.where(usable, tokens, -1),
+            origins=torch.where(usable, table[:, None], 0),
+            num_drafts=usable.sum(dim=1),
+            origin_names=self.origins,
+            confidence=torch.where(usable, share[:, None], 0.0),
+        )
+
+
+class NgramFeed:
+    """The thread that follows the text and fills the device's table; started by the first post."""
+
+    def __init__(self, drafter: DeviceNgramDrafter) -> None:
+        self._drafter = drafter
+        self._inbox: queue.SimpleQueue[tuple[int, tuple[int, ...], tuple[int, ...], bool] | None] = queue.SimpleQueue()
+        self._guesses: dict[int, tuple[Guess, ...]] = {}
+        self._speaking: dict[tuple[int, int], bool] = {}
+        self._thread: threading.Thread | None = None
+
+    def post(self, sequence_id: int, tail: tuple[int, ...], came: tuple[int, ...], ended: bool) -> None:
+        """From the decode thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ngram-feed", daemon=True)
+            self._thread.start()
+        self._inbox.put((sequence_id, tail, came, ended))
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while (item := self._inbox.get()) is not None:
+                self.follow(*item)
+
+    def follow(self, sequence_id: int, tail: Sequence[int], came: Sequence[int], ended: bool = False) -> None:
+        """One landed step: judge, read what the step after the running one may need, copy it to the device.
+
+        The running step emits one token or follows a draft; which one was drafted is guessed by asking the tables
+        what they would have said.
+        """
+        advisor = self._drafter.advisor
+        guesses = self._guesses.pop(sequence_id, ())
+        if guesses and came:
+            advisor.judge(guesses, came)
+            self._tell()
+        if ended:
+            return
+        self._guesses[sequence_id] = guesses = advisor.ask(tail)
+        ahead = guesses[0].tokens if guesses else ()
+        advisor.prefetch(tail, ahead)
+        deadline_s = time.monotonic() + READ_WAIT_S
+        while any(handle.table.statistics().pending_reads for handle in advisor.handles):
+            if time.monotonic() >= deadline_s or not self._inbox.empty():
+                break
+            time.sleep(0.0002)
+        for index, handle in enumerate(advisor.handles):
+            width = handle.table.order - 1
+            known = [*tail[-width:], *ahead]
+            for at in range(len(known) - width + 1):
+                records = handle.table.ready_records(known[at : at + width])
+                if len(records):
+                    self._drafter.table.insert(records, index)
+
+    def _tell(self) -> None:
+        speaking = self._drafter.advisor.speaking()
+        if speaking != self._speaking:
+            self._speaking = speaking
+            self._drafter.set_speaking(speaking)
