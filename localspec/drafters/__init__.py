@@ -31,6 +31,7 @@ class Depths:
     slots: host list of slots in question. length_bounds: host upper bounds of their lengths, same order.
     sampled: whether some of them draw with a temperature; if the host knows that none does, drafters spare the noise.
     only_sure: another drafter stands ready for the slots that get nothing, so speak only where it is likely right.
+    corpus_bound: host bound of the lengths of the slots' corpora, 0 where none has one; None: not known.
     """
 
     depths: Tensor
@@ -39,6 +40,7 @@ class Depths:
     length_bounds: tuple[int, ...]
     sampled: bool = True
     only_sure: bool = False
+    corpus_bound: int | None = None
 
 
 class Drafter(Protocol):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from localspec.api.types import Sampling
+from localspec.core.records import Draft
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
 from localspec.drafters.ngram import NgramDrafter, NgramOptions
@@ -134,3 +136,26 @@ def test_in_front_of_another_drafter_it_needs_a_long_match() -> None:
     depths = Depths(torch.tensor([2, 2]), 2, (0, 1), tuple(state.lengths.tolist()), only_sure=True)
     draft = NgramDrafter(NgramOptions()).propose(depths, state, Cache({}, {}))
     assert draft.num_drafts.tolist() == [2, 0]
+
+
+def test_goes_on_behind_the_drafts_of_another() -> None:
+    """The text ends with five of the phrase's tokens, the other drafter says three more, then the match is sure."""
+    phrase = [1, 2, 3, 4, 5, 6, 7, 8, 20, 21, 22]
+    state = state_of([[*phrase, 9, 9, *phrase[:5]], [*phrase, 9, 9, *phrase[:5]], [*phrase, 9, 9, *phrase[:8]]])
+    given = torch.tensor([[6, 7, 8, -1], [6, 7, -1, -1], [-1, -1, -1, -1]])
+    draft = Draft(given, torch.zeros_like(given), (given >= 0).sum(1), ("mtp",), torch.full((3, 4), 0.9))
+    depths = Depths(torch.tensor([6, 6, 2]), 6, (0, 1, 2), tuple(state.lengths.tolist()))
+    longer = NgramDrafter(NgramOptions()).extend(draft, depths, state)
+    assert longer.token_ids.tolist() == [[6, 7, 8, 20, 21, 22], [6, 7, -1, -1, -1, -1], [20, 21, -1, -1, -1, -1]]
+    assert longer.num_drafts.tolist() == [6, 2, 2] and longer.origin_names == ("mtp", "ngram")
+    assert longer.origins[0].tolist() == [0, 0, 0, 1, 1, 1] and longer.origins[2, 0] == 1
+    assert longer.confidence is not None
+    torch.testing.assert_close(longer.confidence[0, 2:5], torch.tensor([0.9, 8 / 11, 9 / 12]))
+
+
+def test_a_known_bound_of_the_corpus_is_believed() -> None:
+    state = state_of([[4, 1, 2]], [[1, 2, 3]])
+    depths = depths_of([1], state)
+    drafter = NgramDrafter(NgramOptions())
+    for bound, expected in ((3, [[3]]), (0, [[-1]])):
+        assert drafter.propose(replace(depths, corpus_bound=bound), state, Cache({}, {})).token_ids.tolist() == expected
