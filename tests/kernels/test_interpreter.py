@@ -14,7 +14,6 @@ CASES = Path(__file__).parent / "interpreted_cases.py"
 
 
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
     run = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
-    assert " passed" in run.stdout

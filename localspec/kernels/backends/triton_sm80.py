@@ -129,6 +129,20 @@ class TritonOps:
         """See `Ops.norm_rope`."""
         return norm_rope.norm_rope(x, norm, positions, inv_freq)
 
+    def norm_rope_store(  # beyond `Ops`: three launches of an attention layer in one
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        inv_freq: Tensor,
+        pages: tuple[Tensor, Tensor],
+        paging: Paging,
+        positions: Tensor,
+    ) -> Tensor:
+        """`norm_rope` of q and k and `store_kv` of k and v, with the same bits. Returns q [R, H, D]."""
+        return norm_rope.norm_rope_store(q, k, v, norms, inv_freq, pages, paging, positions)
+
     def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
         """See `Ops.store_kv`. Padding rows write nothing."""
         norm_rope.store_kv(values, pages, paging, positions)

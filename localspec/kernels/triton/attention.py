@@ -25,17 +25,17 @@ from torch import Tensor
 from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import Paging
 from localspec.kernels.triton.cache_values import E4M3_SCALE, PAGE_TOKENS, cache_bytes, load_cached
-from localspec.kernels.triton.cards import dependent_launch
+from localspec.kernels.triton.cards import capability_major, dependent_launch
 
 BLOCK_KEYS = 32
 GROUP_BLOCKS = 8
 FINE_KEYS = 4096
-"""Up to this length single blocks are spread over the card."""
+"""Up to this length, shared among the row tiles, single blocks are spread over the card."""
 PAIRS = 16
 MAX_ROWS = 16
 MERGE_GROUPS = 16
-TARGET_PROGRAMS = 528
-"""Programs of the split kernel: four for each of 132 multiprocessors."""
+TARGET_PROGRAMS = 264
+"""Programs of the split kernel for a row tile: two for each of 132 multiprocessors."""
 
 
 @triton.jit
@@ -77,18 +77,18 @@ def attend_block(
     return tl.dot(tl.trans(v), weights.to(q.dtype)), top, tl.sum(weights, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "row_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "row_tiles", "fine_keys"])
 def attention_split_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr, num_rows, table_stride,
-    max_parts, row_tiles, q_row_stride, q_head_stride, scale_log2, GROUP: tl.constexpr, HEADS_KV: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr, FINE_LIMIT: tl.constexpr,
+    max_parts, row_tiles, fine_keys, q_row_stride, q_head_stride, scale_log2, GROUP: tl.constexpr,
+    HEADS_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs, Hkv, S * row_tiles). Each part of each row: unnormed output, maximum and sum of weights.
 
     acc_ptr: [R, H, max_parts, D]; top_ptr, sum_ptr: [R, H, max_parts]; all float32. A part is BLOCK keys where the
-    slot's last key is at most FINE_LIMIT, else COARSE keys. Rows of a slot are contiguous.
+    slot's last key is at most fine_keys, else COARSE keys. Rows of a slot are contiguous.
     """
     if PDL:
         gdc_wait()
@@ -102,7 +102,7 @@ def attention_split_kernel(
     if tile_first >= count:
         return
     last_key = tl.max(tl.load(end_ptr + all_rows, mask=own, other=0), axis=0).to(tl.int32)
-    part_keys = tl.where(last_key <= FINE_LIMIT, BLOCK, COARSE)
+    part_keys = tl.where(last_key <= fine_keys, BLOCK, COARSE)
     pair = tl.arange(0, PAIRS)
     member = tile_first + pair // GROUP
     valid = (member < count) & (pair < PAIRS // GROUP * GROUP)
@@ -135,11 +135,11 @@ def attention_split_kernel(
         tl.store(acc_ptr + place[None, :] * D + dims[:, None], acc, mask=valid[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_parts"])
+@triton.jit(do_not_specialize=["num_rows", "max_parts", "fine_keys"])
 def attention_merge_kernel(
-    acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, gate_row_stride,
-    gate_head_stride, out_scale, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, FINE_LIMIT: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, fine_keys,
+    gate_row_stride, gate_head_stride, out_scale, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, H, D / BLOCK_D). Fold a row's parts, BLOCKS to a group, merge its groups in order, MERGE at a time,
@@ -154,7 +154,7 @@ def attention_merge_kernel(
     slot = tl.load(slots_ptr + row)
     all_rows = tl.arange(0, ROWS)
     own = tl.load(slots_ptr + all_rows, mask=all_rows < num_rows, other=-1) == slot
-    fine = tl.max(tl.load(end_ptr + all_rows, mask=own, other=0), axis=0) <= FINE_LIMIT
+    fine = tl.max(tl.load(end_ptr + all_rows, mask=own, other=0), axis=0) <= fine_keys
     begin = tl.load(begin_ptr + row).to(tl.int32)
     end = tl.where(slot < 0, 0, tl.load(end_ptr + row)).to(tl.int32)
     base = (row * H + head) * max_parts
@@ -187,6 +187,14 @@ def attention_merge_kernel(
         gate = tl.load(gate_ptr + row * gate_row_stride + head * gate_head_stride + dims).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + (row * H + head) * D + dims, out.to(out_ptr.dtype.element_ty))
+
+
+def pipeline_steps(fp8: bool, device: torch.device) -> int:
+    """A page number and then its keys are two loads in a row: five steps keep the next block's keys in flight.
+
+    In bf16 that spills where queries live in registers; three steps then hide the page number only.
+    """
+    return 5 if fp8 or capability_major(device) in (9, 10) else 3
 
 
 def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, paging: Paging) -> None:
@@ -226,10 +234,11 @@ def paged_attention(
     k_bytes, fp8 = cache_bytes(k_pages)
     v_bytes, _ = cache_bytes(v_pages)
     bound = paging.max_key_bound
-    max_parts = triton.cdiv(min(bound, FINE_KEYS), BLOCK_KEYS)
-    max_parts = max(max_parts, triton.cdiv(bound, BLOCK_KEYS * GROUP_BLOCKS) if bound > FINE_KEYS else 0)
     pairs = max(PAIRS, triton.next_power_of_2(group))
     row_tiles = triton.cdiv(num_rows, pairs // group)
+    fine_keys = FINE_KEYS // row_tiles
+    max_parts = triton.cdiv(min(bound, fine_keys), BLOCK_KEYS)
+    max_parts = max(max_parts, triton.cdiv(bound, BLOCK_KEYS * GROUP_BLOCKS) if bound > fine_keys else 0)
     programs = min(max_parts, triton.cdiv(TARGET_PROGRAMS, num_kv_heads))
     acc = torch.empty(num_rows, num_heads, max_parts, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, num_rows, num_heads, max_parts, dtype=torch.float32, device=q.device)
@@ -238,19 +247,27 @@ def paged_attention(
     pdl = dependent_launch(q.device)
     attention_split_kernel[(programs, num_kv_heads, paging.block_tables.shape[0] * row_tiles)](
         *(q, k_bytes, v_bytes, paging.block_tables, paging.slots, *bounds, acc, stats[0], stats[1]),
-        *(num_rows, paging.block_tables.stride(0), max_parts, row_tiles),
+        *(num_rows, paging.block_tables.stride(0), max_parts, row_tiles, fine_keys),
         *(q.stride(0), q.stride(1), scale * key_scale * math.log2(math.e)),
         **{"GROUP": group, "HEADS_KV": num_kv_heads, "D": head_dim, "PAGE": PAGE_TOKENS, "BLOCK": BLOCK_KEYS},
-        **{"COARSE": BLOCK_KEYS * GROUP_BLOCKS, "FINE_LIMIT": FINE_KEYS, "PAIRS": pairs, "ROWS": MAX_ROWS},
-        **{"FP8": fp8, "ASM": q.is_cuda, "STAGES": 2, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl},
+        **{"COARSE": BLOCK_KEYS * GROUP_BLOCKS, "PAIRS": pairs, "ROWS": MAX_ROWS},
+        **{
+            "FP8": fp8,
+            "ASM": q.is_cuda,
+            "STAGES": pipeline_steps(fp8, q.device),
+            "PDL": pdl,
+            "num_warps": 4,
+            "launch_pdl": pdl,
+        },
     )
     block_dims = min(32, head_dim)
     attention_merge_kernel[(num_rows, num_heads, head_dim // block_dims)](
-        *(acc, stats[0], stats[1], paging.slots, *bounds, q if gate is None else gate, out, num_rows, max_parts),
+        *(acc, stats[0], stats[1], paging.slots, *bounds, q if gate is None else gate, out),
+        *(num_rows, max_parts, fine_keys),
         *((0, 0) if gate is None else (gate.stride(0), gate.stride(1))),
         key_scale,
         **{"H": num_heads, "D": head_dim, "BLOCK_D": block_dims, "BLOCK": BLOCK_KEYS, "BLOCKS": GROUP_BLOCKS},
-        **{"FINE_LIMIT": FINE_KEYS, "MERGE": MERGE_GROUPS, "ROWS": MAX_ROWS, "GATED": gate is not None},
+        **{"MERGE": MERGE_GROUPS, "ROWS": MAX_ROWS, "GATED": gate is not None},
         **{"PDL": pdl, "num_warps": 2, "launch_pdl": pdl},
     )
     return out

@@ -23,8 +23,8 @@ from localspec.kernels.triton.cards import dependent_launch
 
 L2_EPS = 1e-6
 KEY_INNER = 16
-VALUE_BLOCK = 64
-"""Values of a head that one block holds: two blocks a head fill a card better than one."""
+VALUE_BLOCK = 32
+"""Values of a head that one block holds: four blocks a head fill a card better than one."""
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def convolve(
         column = tl.load(
             qkv_ptr + source.to(tl.int64)[:, None] * qkv_stride + channels[None, :], mask=in_window[:, None], other=0.0
         ).to(tl.float32)
-        if HISTORY:
+        if HISTORY and tap < TAPS - 1:
             in_history = inside & (source < 0)
             history_column = history_begin + (TAPS - 1) + source
             history = tl.load(
@@ -83,12 +83,17 @@ def fold_rows(
     state, keys_ptr, updates_ptr, decay_ptr, pending, key_offsets, value_offsets, key_stride, value_stride,
     decay_stride,
 ):  # fmt: skip
-    """Apply the first `pending` records of one slot and value head."""
+    """Apply the first `pending` (at least one) records of one slot and value head, loading one record ahead."""
+    keys = tl.load(keys_ptr + key_offsets)
+    update = tl.load(updates_ptr + value_offsets)
+    decay = tl.load(decay_ptr)
     for row in range(pending):
-        keys = tl.load(keys_ptr + row * key_stride + key_offsets)
-        update = tl.load(updates_ptr + row * value_stride + value_offsets)
-        decay = tl.load(decay_ptr + row * decay_stride)
+        following = tl.minimum(row + 1, pending - 1)
+        next_keys = tl.load(keys_ptr + following * key_stride + key_offsets)
+        next_update = tl.load(updates_ptr + following * value_stride + value_offsets)
+        next_decay = tl.load(decay_ptr + following * decay_stride)
         state = update_state(state, decay, keys, update)
+        keys, update, decay = next_keys, next_update, next_decay
     return state
 
 
@@ -287,7 +292,7 @@ def norm_and_gate(mixed, gate, norm_ptr, values, eps, DV: tl.constexpr):
 
 def state_warps(key_dim: int, value_dim: int) -> int:
     """Warps of a block that holds this much of a head's state in registers."""
-    return 8 if key_dim * value_dim >= 64 * 64 else 4
+    return 8 if key_dim * value_dim > 128 * 64 else 4
 
 
 def check_gdn(inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> None:
