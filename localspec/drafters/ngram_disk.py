@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
@@ -156,10 +157,18 @@ class _CoarseTable(NgramTable):
         return replace(found, tokens=tuple(token << _TINY_SHIFT for token in found.tokens)) if found else None
 
 
+class _CoarseDeviceDrafter(DeviceNgramDrafter):
+    """The same for the device's form."""
+
+    def _tail(self, state: SequenceState) -> tuple[Tensor, Tensor]:
+        tail, known = super()._tail(state)
+        return torch.where(tail > 0, ((tail - 1) >> _TINY_SHIFT) + 1, 0), known
+
+
 def tiny(setup: DrafterSetup) -> Drafter:
     """Over a dense table of random text; all its pages are in memory, so that what it says depends on nothing else."""
     generator = random.Random(1)
-    classes = max(1, min(setup.model.vocab_size >> _TINY_SHIFT, _TINY_CLASSES))
+    classes = min(((setup.model.vocab_size - 1) >> _TINY_SHIFT) + 1, _TINY_CLASSES)
     text = [generator.randrange(classes) for _ in range(_TINY_TOKENS)]
     fingerprint = bytes(32)
     with tempfile.TemporaryDirectory() as folder, AsyncReader(threads=1, max_queued=_TINY_TOKENS) as reader:
@@ -173,4 +182,10 @@ def tiny(setup: DrafterSetup) -> Drafter:
         while table.statistics().pending_reads:
             time.sleep(0.001)
     policy = NgramPolicy(draft_tokens=((_TINY_ORDER, CONTINUATION_TOKENS),), min_share=0.0, min_first_right=0.0)
-    return NgramDiskDrafter((NgramTableHandle("tiny", table),), policy)
+    handles = (NgramTableHandle("tiny", table),)
+    if setup.ops.waits:
+        return NgramDiskDrafter(handles, policy)
+    drafter = _CoarseDeviceDrafter(handles, policy, setup.ops.device, setup.model.vocab_size)
+    for at in range(0, len(text) - _TINY_ORDER, _TINY_ORDER):
+        drafter.table.insert(table.ready_records(text[at : at + _TINY_ORDER - 1]), 0)
+    return drafter
