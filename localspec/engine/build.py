@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from localspec.api.types import EngineError, MetricsSnapshot, ModelInfo
 from localspec.cache.pages import PagePool
 from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
+from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
 from localspec.drafters import Drafter
@@ -28,6 +29,7 @@ from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
+from localspec.engine.tiers import CacheOwner, NoTiers, open_tiers
 from localspec.engine.tuner import Tuner
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import open_checkpoint
@@ -67,6 +69,9 @@ class EngineOptions:
     """Where n-gram tables lie; None runs without."""
     ngram_learn: bool = True
     """Keep answers, never private ones, in a table of the user's own under `ngram_dir`."""
+    kv_dir: Path | None = None
+    """Where finished conversations are kept for their next turn; None keeps them in memory only."""
+    kv_limits: SpillLimits = field(default_factory=SpillLimits)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,14 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], options: EngineOptions) -> Assembled:
+def assemble(
+    model: Model,
+    ops: Ops,
+    limit: int,
+    drafters: dict[str, Drafter],
+    options: EngineOptions,
+    place: ModelPlace | None = None,
+) -> Assembled:
     """Memory, stages and the decode loop around a loaded model. Raises ValueError if the cache does not fit."""
     specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
     num_pages = _num_pages(specs, limit, ops.device)
@@ -158,7 +170,8 @@ def assemble(model: Model, ops: Ops, limit: int, drafters: dict[str, Drafter], o
     metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
     ring = _ring(ops, drafters, scheduler)
     stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options))
-    loop = DecodeLoop(stages, scheduler, ring, tuner, metrics)
+    tiers = _tiers(options, place, specs, runner, scheduler, metrics)
+    loop = DecodeLoop(stages, scheduler, ring, tuner, metrics, tiers)
     return Assembled(loop, metrics, tuner, runner, scheduler)
 
 
@@ -174,7 +187,7 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
         handles = tables.handles if tables is not None else ()
         drafters = load_drafters(model, ops, limit, handles, places, report)
         report("laying out memory")
-        assembled = assemble(model, ops, limit, drafters, options)
+        assembled = assemble(model, ops, limit, drafters, options, place)
     except BaseException:
         if tables is not None:
             tables.close()
@@ -209,6 +222,24 @@ def _ring(ops: Ops, drafters: dict[str, Drafter], scheduler: Scheduler) -> Resul
     lag = 0 if ops.waits else 1
     disk = drafters.get(NGRAM_DISK)
     return FeedingRing(lag, scheduler, disk.follow) if isinstance(disk, DeviceNgramDrafter) else ResultRing(lag)
+
+
+def _tiers(
+    options: EngineOptions,
+    place: ModelPlace | None,
+    specs: list[CacheSpec],
+    runner: Runner,
+    scheduler: Scheduler,
+    metrics: MetricsRecorder,
+) -> NoTiers:
+    """The disk below the device; none where acceptance is made up, because the cache then holds made-up answers."""
+    if options.kv_dir is None or options.synthetic_acceptance:
+        return NoTiers()
+    device = runner.ops.device
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    backend = f"{type(runner.ops).__name__} {card} torch {torch.__version__}"
+    owner = CacheOwner(place.id if place else "", str(place.folder) if place else "", backend, device)
+    return open_tiers(options.kv_dir, options.kv_limits, owner, specs, runner.pool, scheduler, metrics)
 
 
 def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:

@@ -128,6 +128,8 @@ class LocalEngine:
         found: list[int] = []
         scheduler = built.parts.scheduler
         ids = prepared.request.prompt_ids[:-1]
+        chat_id = None if request.private else request.chat_id
+        await asyncio.wrap_future(built.parts.loop.tiers.warm(ids, chat_id))
         future = built.parts.loop.call(
             lambda: found.append(scheduler.prefix.match(ids, scheduler.needs_state).total_tokens)
         )
@@ -140,6 +142,7 @@ class LocalEngine:
         if built.tables is not None:
             built.tables.forget(chat_id)
         await asyncio.wrap_future(built.parts.loop.forget(chat_id))
+        await asyncio.wrap_future(built.parts.loop.tiers.forget(chat_id))
 
     async def load(self, model_id: str) -> ModelInfo:
         await self._unload()

@@ -25,6 +25,7 @@ from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.ring import Landed, ResultRing
 from localspec.engine.step import run_prefill, run_verify
+from localspec.engine.tiers import NoTiers
 from localspec.engine.tuner import OFF, Tuner
 from localspec.runner.runner import Runner
 from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
@@ -79,15 +80,24 @@ class Ticket:
     clock: RequestClock = field(default_factory=RequestClock)
     sequence: Sequence | None = None
     cancelled: bool = False
+    states: list[tuple[int, StateSnapshot]] = field(default_factory=list)
+    """Taken of this request so far, by number of tokens."""
 
 
 class DecodeLoop:
     """Runs until `stop`. One instance per loaded model."""
 
     def __init__(
-        self, stages: Stages, scheduler: Scheduler, ring: ResultRing, tuner: Tuner, metrics: MetricsRecorder
+        self,
+        stages: Stages,
+        scheduler: Scheduler,
+        ring: ResultRing,
+        tuner: Tuner,
+        metrics: MetricsRecorder,
+        tiers: NoTiers,
     ) -> None:
         self.stages = stages
+        self.tiers = tiers
         self._device = stages.device
         self._scheduler = scheduler
         self._ring = ring
@@ -101,9 +111,11 @@ class DecodeLoop:
     def start(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
+        self.tiers.start(self.call)
 
     def stop(self) -> None:
         """End running requests with `cancelled` and wait for the thread."""
+        self.tiers.close()
         self._commands.put(self._begin_stop)
         self._thread.join()
 
@@ -147,7 +159,8 @@ class DecodeLoop:
             self._fail_all(None)
 
     def _turn(self) -> None:
-        self._drain_commands(wait=self._scheduler.idle)
+        starved = self.tiers.restoring and not self._scheduler.active
+        self._drain_commands(wait=starved or self._scheduler.idle)
         self._retire()
         while (admission := self._scheduler.admit()) is not None:
             self._load(admission)
@@ -180,6 +193,7 @@ class DecodeLoop:
             ticket.sink(EndNews("error", Timings(), EngineError("overloaded", f"{error}; try again later")))
             return
         self._tickets[ticket.sequence.id] = ticket
+        self.tiers.fetch(ticket.sequence)
 
     def _cancel(self, ticket: Ticket) -> None:
         ticket.cancelled = True
@@ -205,6 +219,7 @@ class DecodeLoop:
     def _prefill(self, plan: PrefillPlan) -> None:
         ms = run_prefill(plan, self._device)
         self._land(drain=True)
+        self.tiers.see_prefill(plan.end_tokens - plan.start_tokens, ms)
         for sequence in self._scheduler.active:
             if sequence.id == plan.sequence_id:
                 self._tickets[sequence.id].clock.prefill_ms += ms
@@ -283,10 +298,14 @@ class DecodeLoop:
         prefilling = sequence.stage is Stage.PREFILL
         snapshot = runner.save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
         slot = sequence.slot
+        ids = sequence.known_ids[: sequence.prefilled_tokens] if prefilling else sequence.known_ids[:-1]
         scheduler.retire(sequence, keep=True)
+        states = self._tickets[sequence.id].states
         if snapshot is not None:
-            scheduler.prefix.add_snapshot(sequence.known_ids[:-1], snapshot, sequence.request.cache_salt)
+            scheduler.prefix.add_snapshot(ids, snapshot, sequence.request.cache_salt)
+            states.append((len(ids), snapshot))
         runner.release(slot)
+        self.tiers.retired(sequence, ids, states)
 
     def _remember_prompt(self, sequence: Sequence) -> None:
         scheduler = self._scheduler
@@ -298,6 +317,7 @@ class DecodeLoop:
         if scheduler.needs_state:
             snapshot: StateSnapshot = self.stages.runner.save_states(sequence.slot)
             scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
+            self._tickets[sequence.id].states.append((len(ids), snapshot))
 
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
         ticket = self._tickets.pop(sequence.id, None)
@@ -346,3 +366,4 @@ class DecodeLoop:
         self._scheduler.admit()
         if error is not None:
             self._scheduler.prefix.clear()
+            self.tiers.reset()

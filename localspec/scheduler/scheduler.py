@@ -96,15 +96,19 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self.active
+        """Nothing can be done until something arrives."""
+        return not self.active and all(sequence.held for sequence in self._waiting)
 
     def admit(self) -> Admission | None:
-        """Give the first waiting request a slot if its pages can be had; evicts cached pages for it."""
+        """Give the first waiting request a slot if its pages can be had; evicts cached pages for it.
+
+        Requests whose prefix is being fetched are passed over until it is there.
+        """
         self._waiting = [sequence for sequence in self._waiting if not sequence.cancelled]
         slot = next((i for i, held in enumerate(self._slots) if held is None), None)
-        if slot is None or not self._waiting:
+        sequence = next((sequence for sequence in self._waiting if not sequence.held), None)
+        if slot is None or sequence is None:
             return None
-        sequence = self._waiting[0]
         request = sequence.request
         match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
         bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS
@@ -120,7 +124,7 @@ class Scheduler:
         fresh = self.pool.allocate(wanted, after=match.pages[-1] if match.pages else None)
         if match.partial_page is not None:
             self.pool.release((match.partial_page,))
-        self._waiting.pop(0)
+        self._waiting.remove(sequence)
         self._slots[slot] = sequence
         sequence.slot = slot
         sequence.pages = [*match.pages, *fresh]

@@ -37,6 +37,8 @@ class Sequence:
     phase: str = "answer"
     """Kind of text that the next token belongs to: `thinking` or `answer`."""
     cancelled: bool = False
+    held: bool = False
+    """Waits for its prefix to come from disk."""
 
     def see_phase(self, token_ids: tuple[int, ...]) -> None:
         """Follow the last token of the thinking markers through newly emitted tokens."""

@@ -1,0 +1,311 @@
+"""Cached segments and states on disk: what is kept, what is found again, what goes first.
+
+Torch-free: payloads are bytes to it. It promises that a block which `lookup` names was whole when its row was written,
+that the caps hold after every write, and that no failure of the disk reaches a generation: writing stops and says so.
+A power cut may tear a file, which its checksum shows, so nothing is synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from localspec.cache.spill_index import SEGMENT, STATE, Block, ModelRow, SpillIndex
+from localspec.cache.spill_keys import (
+    common_tokens,
+    id_bytes,
+    root_key,
+    segment_key,
+    segment_places,
+    state_key,
+)
+from localspec.cache.spill_order import MakeRoom, remove_with_dependants
+from localspec.core.records import SEGMENT_TOKENS
+from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_payload
+from localspec.storage.errors import DamagedFile, WrongOwner
+from localspec.storage.files import WriteFunction, make_private_directory
+
+log = logging.getLogger(__name__)
+INDEX_NAME = "index.sqlite3"
+LAYOUTS = {SEGMENT: "segment", STATE: "state"}
+LITTER_AGE_S = 600.0
+"""A file without a row is younger than this only while its writer is about to add the row."""
+RETRY_S = 60.0
+
+
+@dataclass(frozen=True)
+class SpillLimits:
+    """`cap_bytes` None takes the smaller of 100 GB and a fifth of what is free (with what is stored) at start."""
+
+    cap_bytes: int | None = None
+    min_free_bytes: int = 10_000_000_000
+    daily_write_bytes: int = 100_000_000_000
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Whose blocks these are. Sizes are those of a payload; `needs_state`: keys and values alone are worth nothing."""
+
+    fingerprint: bytes
+    model_id: str
+    folder: str
+    token_bytes: int
+    state_bytes: int
+    needs_state: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the tier has of a prompt: segments that cover `num_tokens`, and the state at that position if one is due."""
+
+    num_tokens: int = 0
+    segments: tuple[Block, ...] = ()
+    state: Block | None = None
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(block.file_bytes for block in self.segments) + (self.state.file_bytes if self.state else 0)
+
+
+class SpillStore:
+    """The tier of one model over a directory that other models and processes share. Safe for threads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: ModelIdentity,
+        limits: SpillLimits,
+        *,
+        write_function: WriteFunction = os.write,
+        today: Callable[[], int] = lambda: int(time.time() // 86400),
+    ) -> None:
+        """Open or create the directory (0700) and keep the caps. Raises OSError, sqlite3.Error where it cannot."""
+        make_private_directory(folder)
+        self.identity = identity
+        self.folder = folder
+        self.files = BlockStore(folder, write_function=write_function)
+        self.index = SpillIndex(folder / INDEX_NAME)
+        self.off_reason = ""
+        """Why nothing is written now; empty while all is well."""
+        self._off_until_s = 0.0
+        if self.index.was_lost:
+            log.warning("the index of %s could not be read: cached conversations will be computed again", folder)
+        self._register()
+        stored = self.index.total_bytes()
+        free_bytes = shutil.disk_usage(folder).free
+        cap = limits.cap_bytes if limits.cap_bytes is not None else min(100_000_000_000, (free_bytes + stored) // 5)
+        self.cap_bytes = cap
+        self.room = MakeRoom(self.index, self.files, cap, limits, today)
+        self.room.make(0)
+        self._prefill_tok_per_s = self.rates()[0]
+
+    def _register(self) -> None:
+        identity = self.identity
+        row = ModelRow(identity.fingerprint, identity.model_id, identity.folder, identity.needs_state)
+        with self.index.transaction() as db:
+            self.index.register(db, row)
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """(prefill tokens/s, read bytes/s) as measured here before; None where never."""
+        for row in self.index.models():
+            if row.fingerprint == self.identity.fingerprint:
+                return row.prefill_tok_per_s, row.read_bytes_per_s
+        return None, None
+
+    @property
+    def prefill_tok_per_s(self) -> float | None:
+        """As measured last; decides what a block is worth."""
+        return self._prefill_tok_per_s
+
+    def set_rates(self, prefill_tok_per_s: float | None, read_bytes_per_s: float | None) -> None:
+        """Store measured rates; None leaves the old one."""
+        self._prefill_tok_per_s = prefill_tok_per_s or self._prefill_tok_per_s
+        with self._guarded(), self.index.transaction() as db:
+            self.index.set_rates(db, self.identity.fingerprint, prefill_tok_per_s, read_bytes_per_s)
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "") -> Found:
+        """The longest prefix of the ids that can be restored; nothing where the index cannot be read."""
+        found = Found()
+        with self._guarded():
+            found = self._lookup(id_bytes(token_ids), salt)
+        return found
+
+    def use(self, found: Found, chat_id: str | None) -> None:
+        """A restore read these blocks: they become young again."""
+        keys = [block.key for block in (*found.segments, *([found.state] if found.state else []))]
+        with self._guarded(), self.index.transaction() as db:
+            self.index.use(db, keys, chat_id)
+
+    def path(self, block: Block) -> Path:
+        """The file of a block."""
+        return self.files.path(block.fingerprint, block.key)
+
+    def check(self, block: Block, data: memoryview) -> memoryview:
+        """The payload of a block file that was read whole, after every doubt was looked into.
+
+        Raises:
+            DamagedFile: torn, flipped, or of a size that this model's blocks cannot have.
+            WrongOwner: another model's, another position's, or another kind of block.
+        """
+        header = parse_block_header(data[:HEADER_BYTES])
+        stated = (header.fingerprint, header.key, header.parent_key, header.token_begin, header.token_end)
+        if stated != (block.fingerprint, block.key, block.parent, block.token_begin, block.token_end):
+            raise WrongOwner(f"{self.path(block)} holds another block than the index says")
+        if header.layout != LAYOUTS[block.kind] or header.payload_bytes != self.payload_bytes(block):
+            raise DamagedFile(f"{self.path(block)} has another layout or size than this model's blocks")
+        payload = data[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+        verify_payload(header, payload, self.path(block))
+        return payload
+
+    def payload_bytes(self, block: Block) -> int:
+        """Size of a block's payload, from its kind and range."""
+        if block.kind == STATE:
+            return self.identity.state_bytes
+        return self.identity.token_bytes * (block.token_end - block.token_begin)
+
+    def drop(self, block: Block) -> None:
+        """A block turned out unusable: it goes, with what hangs on it."""
+        with self._guarded():
+            remove_with_dependants(self.index, self.files, [block])
+
+    def forget_chat(self, chat_id: str) -> int:
+        """Delete the files that only this chat used; returns how many blocks went."""
+        num_blocks = 0
+        with self._guarded():
+            blocks = self.index.of_chat(chat_id)
+            num_blocks = remove_with_dependants(self.index, self.files, blocks)
+            with self.index.transaction() as db:
+                db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
+        return num_blocks
+
+    def sweep(self) -> int:
+        """Remove temporary files, blocks of models that are gone, and files without a row; returns bytes freed.
+
+        May take a second for each hundred thousand files, so it runs on a thread of its own.
+        """
+        freed_bytes = 0
+        with self._guarded():
+            known = {row.fingerprint: row for row in self.index.models()}
+            gone = [row for row in known.values() if row.folder and not Path(row.folder).is_dir()]
+            if gone:
+                with self.index.transaction() as db:
+                    for row in gone:
+                        self.index.forget_model(db, row.fingerprint)
+            keep = set(known) - {row.fingerprint for row in gone}
+            freed_bytes = self.files.sweep(keep).freed_bytes
+            for fingerprint in keep:
+                freed_bytes += self._sweep_litter(fingerprint)
+        return freed_bytes
+
+    def close(self) -> None:
+        """Close the index; nobody may be inside a call."""
+        self.index.close()
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it is worth making copies of anything now."""
+        return not self.off_reason or time.monotonic() >= self._off_until_s
+
+    def stop_writing(self, reason: str) -> None:
+        """Say why nothing is written; tried again after a minute."""
+        if reason != self.off_reason:
+            log.warning("conversations are not kept on disk for now: %s", reason)
+        self.off_reason = reason
+        self._off_until_s = time.monotonic() + RETRY_S
+
+    def writes_again(self) -> None:
+        """A write succeeded."""
+        if self.off_reason:
+            log.info("conversations are kept on disk again")
+        self.off_reason = ""
+
+    def _lookup(self, ids: bytes, salt: str) -> Found:
+        root = root_key(self.identity.fingerprint, salt)
+        places = segment_places(root, ids)
+        whole = [place for place in places if place.num_tokens == SEGMENT_TOKENS]
+        rows = self.index.present([place.key for place in whole])
+        segments: list[Block] = []
+        for place in whole:
+            row = rows.get(place.key)
+            if row is None or row.kind != SEGMENT or (row.token_begin, row.token_end) != (place.begin, place.end):
+                break
+            segments.append(row)
+        num_tokens = len(segments) * SEGMENT_TOKENS
+        parent = segments[-1].key if segments else root
+        tail = self._best_tail(parent, num_tokens, ids[4 * num_tokens : 4 * (num_tokens + SEGMENT_TOKENS)])
+        if tail is not None:
+            segments.append(tail[0])
+            num_tokens += tail[1]
+        if not self.identity.needs_state:
+            return Found(num_tokens, tuple(segments))
+        state = self._best_state(segments, ids, num_tokens)
+        if state is None:
+            return Found()
+        kept = tuple(block for block in segments if block.token_begin < state.token_end)
+        return Found(state.token_end, kept, state)
+
+    def _best_tail(self, parent: bytes, begin: int, ids: bytes) -> tuple[Block, int] | None:
+        best: tuple[Block, int] | None = None
+        for block, known in self.index.neighbours(parent, ids) if ids else ():
+            common = common_tokens(known, ids)
+            # The ids come from the index, which has no checksums: the key must be theirs.
+            sound = segment_key(parent, known) == block.key and block.token_begin == begin
+            if sound and common > (best[1] if best else 0) and block.token_end == begin + len(known) // 4:
+                best = (block, common)
+        return best
+
+    def _best_state(self, segments: list[Block], ids: bytes, num_tokens: int) -> Block | None:
+        begins = {block.parent: block.token_begin for block in segments}
+        best: Block | None = None
+        for state in self.index.states_after(list(begins)):
+            begin = begins[state.parent]
+            if not begin < state.token_end <= num_tokens or state.token_begin != begin:
+                continue
+            sound = state_key(state.parent, ids[4 * begin : 4 * state.token_end]) == state.key
+            if sound and (best is None or state.token_end > best.token_end):
+                best = state
+        return best
+
+    def _sweep_litter(self, fingerprint: bytes) -> int:
+        freed_bytes = 0
+        now_s = time.time()
+        shard, rows = -1, set[bytes]()
+        for key, size in self.files.blocks(fingerprint):
+            if key[0] != shard:
+                shard, rows = key[0], self.index.keys_in_shard(fingerprint, key[0])
+            if key in rows:
+                continue
+            with contextlib.suppress(OSError):
+                # Either side of now: a clock that was set back must not keep litter for ever.
+                age_s = abs(now_s - self.files.path(fingerprint, key).stat().st_mtime)
+                if age_s > LITTER_AGE_S and self.index.get(key) is None:
+                    self.files.delete(fingerprint, key)
+                    freed_bytes += size
+        return freed_bytes
+
+    def index_failed(self, error: sqlite3.Error) -> None:
+        """Say what the index cannot do; a damaged one begins again, and its files become litter."""
+        if isinstance(error, (sqlite3.OperationalError, sqlite3.ProgrammingError)):
+            log.warning("the index of cached conversations is not usable now: %s", error)
+            return
+        log.warning("the index of cached conversations is damaged (%s) and begins again", error)
+        with contextlib.suppress(OSError, sqlite3.Error):
+            self.index.reset()
+            self._register()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A failing index is a miss, never an error of the caller."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self.index_failed(error)
+        except OSError as error:
+            log.warning("cached conversations cannot be reached now: %s", error)

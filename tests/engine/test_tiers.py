@@ -1,0 +1,302 @@
+"""The disk below the engine: what comes back is what was there, bit for bit, and no failure reaches a generation."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from localspec.api.types import Sampling
+from localspec.cache.spill import SpillLimits
+from localspec.core.records import MAX_SLOTS
+from localspec.drafters import Drafter, DrafterSetup, drafter_module
+from localspec.engine.build import Assembled, EngineOptions, assemble
+from localspec.engine.tiers import DiskTiers
+from localspec.kernels.backends.reference import ReferenceOps
+from localspec.models import Model
+from tests.helpers.engine import Collected, make_request, run
+from tests.helpers.models import load_model, random_checkpoint, reference_ops
+
+pytestmark = pytest.mark.torch
+LIMIT = 1024
+WIDE = SpillLimits(cap_bytes=1 << 30, min_free_bytes=0)
+LAW = Sampling(temperature=0.8, top_k=30, top_p=0.95)
+
+
+class Machine:
+    """A model and a cache directory; every `engine` over it is a start of the program."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.ops: ReferenceOps = reference_ops()
+        self.model: Model = load_model(random_checkpoint(kind, 3, folder / "model"), self.ops)
+        self.kv_dir = folder / "kv"
+
+    def drafters(self) -> dict[str, Drafter]:
+        setup = DrafterSetup(ops=self.ops, model=self.model, num_slots=MAX_SLOTS, context_limit_tokens=LIMIT)
+        return {name: drafter_module(name).tiny(setup) for name in ("ngram", "mtp")}
+
+    @contextmanager
+    def engine(self, kv_dir: Path | None = None, limits: SpillLimits = WIDE) -> Iterator[Assembled]:
+        options = EngineOptions(device="cpu", kv_dir=kv_dir or self.kv_dir, kv_limits=limits)
+        parts = assemble(self.model, self.ops, LIMIT, self.drafters(), options)
+        parts.loop.start()
+        try:
+            yield parts
+        finally:
+            parts.loop.stop()
+
+    @contextmanager
+    def engine_without(self) -> Iterator[Assembled]:
+        parts = assemble(self.model, self.ops, LIMIT, self.drafters(), EngineOptions(device="cpu"))
+        parts.loop.start()
+        try:
+            yield parts
+        finally:
+            parts.loop.stop()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def prompt_ids(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    phrase = [generator.randrange(90) for _ in range(11)]
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += phrase if generator.random() < 0.6 else [generator.randrange(90) for _ in range(3)]
+    return ids[:length]
+
+
+def eager(parts: Assembled) -> None:
+    """Read whatever there is, however fast this machine computes tiny models."""
+    tiers = parts.loop.tiers
+    assert isinstance(tiers, DiskTiers)
+    tiers._worth_reading = lambda tokens, size: True  # type: ignore[method-assign]
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def facts(items: list[Collected]) -> list[tuple[list[int], list[float]]]:
+    return [(item.token_ids, item.logprobs) for item in items]
+
+
+# Prompt lengths whose last cached token falls around the borders of a page, a tile and a segment.
+@pytest.mark.parametrize("num_tokens", [63, 65, 66, 192, 255, 256, 257, 258, 320, 511, 513, 530])
+def test_a_restored_turn_equals_the_unbroken_run(machine: Machine, tmp_path: Path, num_tokens: int) -> None:
+    first = prompt_ids(num_tokens, num_tokens)
+    ask = dict(drafter="ngram", depth=5, logprobs=0, sampling=LAW)
+    with machine.engine(tmp_path / "kv") as parts:
+        [one] = run(parts, [make_request(first, max_tokens=9, **ask)])
+        second = [*first, *one.token_ids, *prompt_ids(7, 21)]
+        [unbroken] = run(parts, [make_request(second, max_tokens=16, **ask)])
+    with machine.engine_without() as parts:
+        [fresh] = run(parts, [make_request(second, max_tokens=16, **ask)])
+        assert fresh.cached_tokens == 0
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        # What the second turn left is longer than its prompt, so cut it: the first turn's end must do.
+        [restored] = run(parts, [make_request(second, max_tokens=16, **ask)])
+        tiers = parts.metrics.snapshot().tiers
+    assert restored.cached_tokens >= unbroken.cached_tokens == num_tokens + 8
+    assert facts([restored]) == facts([unbroken]) == facts([fresh])
+    assert tiers["ssd_hit_rate"] == 1.0
+
+
+def test_four_streams_after_a_restart(machine: Machine, tmp_path: Path) -> None:
+    system = prompt_ids(1, 270)
+    prompts = [[*system, *prompt_ids(seed, 40 * seed)] for seed in range(1, 5)]
+    asks = [
+        dict(drafter=drafter, depth=3, logprobs=0, sampling=LAW, seed=seed, max_tokens=12, chat_id=f"c{seed}")
+        for seed, drafter in enumerate(("off", "ngram", "mtp", "ngram+mtp"))
+    ]
+    with machine.engine(tmp_path / "kv") as parts:
+        first = run(parts, [make_request(p, **ask) for p, ask in zip(prompts, asks, strict=True)])
+        nexts = [[*p, *f.token_ids, *prompt_ids(9, 5)] for p, f in zip(prompts, first, strict=True)]
+        unbroken = run(parts, [make_request(p, **ask) for p, ask in zip(nexts, asks, strict=True)])
+    for count in (1, 2, 4):
+        with machine.engine(tmp_path / "kv") as parts:
+            eager(parts)
+            restored = run(parts, [make_request(p, **ask) for p, ask in zip(nexts, asks, strict=True)][:count])
+        assert facts(restored) == facts(unbroken[:count])
+        assert all(item.cached_tokens >= len(p) + 11 for item, p in zip(restored, prompts, strict=False))
+
+
+def test_acceptance_after_a_restore_is_that_of_the_unbroken_run(machine: Machine, tmp_path: Path) -> None:
+    """Hot, so that the shared noise decides and random drafters are right often."""
+    first = prompt_ids(4, 300)
+    ask = dict(drafter="mtp", depth=4, max_tokens=30, logprobs=0, sampling=Sampling(temperature=9.0))
+    with machine.engine(tmp_path / "kv") as parts:
+        [one] = run(parts, [make_request(first, **ask)])
+        second = [*first, *one.token_ids, 5, 6, 7]
+        [unbroken] = run(parts, [make_request(second, private=True, **ask)])
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        [restored] = run(parts, [make_request(second, private=True, **ask)])
+    assert restored.cached_tokens == unbroken.cached_tokens == 329
+    assert facts([restored]) == facts([unbroken])
+    assert restored.end is not None and unbroken.end is not None
+    counts = [item.end.timings.accepted_per_position for item in (restored, unbroken) if item.end is not None]
+    assert counts[0] == counts[1] and sum(counts[0]) > 0
+
+
+def test_a_departure_inside_a_segment(machine: Machine, tmp_path: Path) -> None:
+    """An edited message: attention takes every common token, a hybrid the nearest state before the edit."""
+    first = prompt_ids(5, 400)
+    with machine.engine(tmp_path / "kv") as parts:
+        run(parts, [make_request(first, max_tokens=80)])
+    edited = [*first[:390], 1, 2, 3, 4]
+    regenerated = [*first]
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        [one] = run(parts, [make_request(edited, max_tokens=8, logprobs=0)])
+        assert one.cached_tokens == (0 if parts.scheduler.needs_state else 390)
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        [two] = run(parts, [make_request(regenerated, max_tokens=8, logprobs=0)])
+        assert two.cached_tokens == 399
+    with machine.engine_without() as parts:
+        fresh = run(parts, [make_request(edited, max_tokens=8, logprobs=0)])
+        assert facts(fresh) == facts([one])
+
+
+def test_warm_brings_a_chat_before_its_request(machine: Machine, tmp_path: Path) -> None:
+    first = prompt_ids(6, 300)
+    with machine.engine(tmp_path / "kv") as parts:
+        run(parts, [make_request(first, max_tokens=4, chat_id="a")])
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        parts.loop.tiers.warm(tuple(first[:-1]), "a").result(20)
+        found: list[int] = []
+        prefix, needs_state = parts.scheduler.prefix, parts.scheduler.needs_state
+        parts.loop.call(lambda: found.append(prefix.match(tuple(first[:-1]), needs_state).total_tokens)).result(20)
+        assert found == [299]
+
+
+def test_private_and_forgotten_chats_leave_nothing(machine: Machine, tmp_path: Path) -> None:
+    kv_dir = tmp_path / "kv"
+    with machine.engine(kv_dir) as parts:
+        run(parts, [make_request(prompt_ids(1, 300), max_tokens=4, chat_id="p", private=True)])
+        run(parts, [make_request(prompt_ids(2, 300), max_tokens=4, chat_id="a")])
+        run(parts, [make_request(prompt_ids(2, 280) + [3] * 40, max_tokens=4, chat_id="b")])
+        parts.loop.forget("a").result(20)
+        parts.loop.tiers.forget("a").result(20)
+    with machine.engine(kv_dir) as parts:
+        eager(parts)
+        [private] = run(parts, [make_request(prompt_ids(1, 300), max_tokens=4)])
+        [other] = run(parts, [make_request(prompt_ids(2, 280) + [3] * 40, max_tokens=4)])
+        assert private.cached_tokens == 0 and other.cached_tokens == 319
+        parts.loop.tiers.forget("b").result(20)
+    with machine.engine(kv_dir) as parts:
+        run(parts, [make_request(prompt_ids(1, 300), max_tokens=4, chat_id="p", private=True)])
+    modes = {oct(path.stat().st_mode & 0o777) for path in kv_dir.rglob("*") if path.is_file()}
+    assert modes == {"0o600"}
+
+
+def test_damage_is_at_most_a_recompute(machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv_dir = tmp_path / "kv"
+    first = prompt_ids(8, 600)
+    with machine.engine(kv_dir) as parts:
+        [one] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
+    generator = random.Random(5)
+    num_said = 0
+    for round_ in range(6):
+        files = sorted(path for path in kv_dir.rglob("*.blk"))
+        victim = files[generator.randrange(len(files))]
+        data = bytearray(victim.read_bytes())
+        if round_ % 3 == 0:
+            victim.write_bytes(data[: generator.randrange(len(data))])
+        elif round_ % 3 == 1:
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            victim.write_bytes(data)
+        else:
+            victim.unlink()
+        with machine.engine(kv_dir) as parts:
+            eager(parts)
+            [again] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
+            assert facts([again]) == facts([one]), victim
+        num_said += "computed again" in caplog.text
+        caplog.clear()
+    assert num_said >= 3, "a state that this prompt does not need may break unseen, a segment may not"
+
+
+def test_a_lost_index_is_said_and_survived(machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv_dir = tmp_path / "kv"
+    first = prompt_ids(8, 400)
+    with machine.engine(kv_dir) as parts:
+        [one] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
+    for content in (b"", b"not an index at all" * 500):
+        for path in kv_dir.glob("index*"):
+            path.unlink()
+        (kv_dir / "index.sqlite3").write_bytes(content)
+        with machine.engine(kv_dir) as parts:
+            eager(parts)
+            [again] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
+            assert facts([again]) == facts([one]) and again.cached_tokens == 0
+    assert "could not be read" in caplog.text
+    with machine.engine(kv_dir) as parts:
+        eager(parts)
+        [again] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
+        assert facts([again]) == facts([one]) and again.cached_tokens == 399
+
+
+def test_two_engines_on_one_directory(machine: Machine, tmp_path: Path) -> None:
+    kv_dir = tmp_path / "kv"
+    prompts = [prompt_ids(seed, 300) for seed in range(4)]
+    with machine.engine(kv_dir) as left, machine.engine(kv_dir) as right:
+        eager(left)
+        eager(right)
+        one = run(left, [make_request(p, max_tokens=6, logprobs=0) for p in prompts[:3]])
+        two = run(right, [make_request(p, max_tokens=6, logprobs=0) for p in prompts[1:]])
+        assert facts(one[1:]) == facts(two[:2])
+        tiers = left.loop.tiers
+        assert isinstance(tiers, DiskTiers)
+        wait(lambda: not tiers._waiting)
+        [seen] = run(right, [make_request(prompts[0], max_tokens=6, logprobs=0)])
+        assert seen.cached_tokens == 299 and facts([seen]) == facts(one[:1])
+
+
+def test_an_unusable_directory_costs_nothing_but_the_cache(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "kv").symlink_to(tmp_path)
+    with machine.engine(tmp_path / "kv") as parts:
+        [one] = run(parts, [make_request(prompt_ids(3, 100), max_tokens=4)])
+        assert len(one.token_ids) == 4
+
+
+def test_streams_go_on_while_a_restore_is_slow(machine: Machine, tmp_path: Path) -> None:
+    kv_dir = tmp_path / "kv"
+    long = prompt_ids(3, 500)
+    with machine.engine(kv_dir) as parts:
+        run(parts, [make_request(long, max_tokens=4)])
+    with machine.engine(kv_dir) as parts:
+        eager(parts)
+        tiers = parts.loop.tiers
+        assert isinstance(tiers, DiskTiers)
+        go: list[bool] = []
+        lookup = tiers._store.lookup
+
+        def slow(*args: object) -> object:
+            wait(lambda: bool(go))
+            return lookup(*args)  # type: ignore[arg-type]
+
+        tiers._store.lookup = slow  # type: ignore[method-assign, assignment]
+        held = Collected()
+        parts.loop.submit(make_request(long, max_tokens=4), held.see)
+        short = run(parts, [make_request([1, 2, 3], max_tokens=30)])
+        assert len(short[0].token_ids) == 30 and not held.token_ids
+        cancelled = Collected()
+        ticket = parts.loop.submit(make_request([*long, 1], max_tokens=4), cancelled.see)
+        parts.loop.cancel(ticket)
+        assert cancelled.done.wait(20)
+        go.append(True)
+        assert held.done.wait(20) and held.cached_tokens == 499
