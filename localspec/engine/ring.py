@@ -14,6 +14,9 @@ from localspec.engine.step import VerifyOutcome
 _FINISH: tuple[Literal["", "stop", "length"], ...] = ("", "stop", "length")
 
 
+BufferKey = tuple[str, tuple[int, ...], torch.dtype]
+
+
 @dataclass(frozen=True)
 class Landed:
     """A step whose results the host has."""
@@ -37,6 +40,7 @@ class ResultRing:
     def __init__(self, lag: int) -> None:
         self._lag = lag
         self._in_flight: deque[_InFlight] = deque()
+        self._free: dict[BufferKey, list[torch.Tensor]] = {}
 
     def push(self, outcome: VerifyOutcome) -> None:
         """Start the copy of a step's results."""
@@ -53,15 +57,24 @@ class ResultRing:
         fields |= {name: value for name, value in optional.items() if value is not None}
         event = None
         if result.token_ids.is_cuda:
-            host = {}
+            host = {name: self._pinned(name, value) for name, value in fields.items()}
             for name, value in fields.items():
-                host[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
                 host[name].copy_(value, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         else:
             host = fields
         self._in_flight.append(_InFlight(outcome, host, event))
+
+    def _pinned(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A pinned buffer of the value's form; made once, since pinning takes longer than a step may."""
+        free = self._free.setdefault(_buffer_key(name, value), [])
+        return free.pop() if free else torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+
+    def _give_back(self, entry: _InFlight) -> None:
+        if entry.event is not None:
+            for name, buffer in entry.host.items():
+                self._free[_buffer_key(name, buffer)].append(buffer)
 
     def pop(self, drain: bool = False) -> list[Landed]:
         """Steps that are due; with `drain` all of them."""
@@ -72,7 +85,12 @@ class ResultRing:
             if entry.event is not None:
                 entry.event.synchronize()
             landed.append(Landed(entry.outcome, _slot_results(entry), *entry.outcome.clock.intervals_ms()))
+            self._give_back(entry)
         return landed
+
+
+def _buffer_key(name: str, value: torch.Tensor) -> BufferKey:
+    return name, tuple(value.shape), value.dtype
 
 
 def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
