@@ -28,6 +28,7 @@ REFUSED_COUNT = Style(color="#e06c75", dim=True)
 
 def style_of(origin: str) -> Style:
     """Style of the characters that a drafter proposed; the model's own have none."""
-    known = _KNOWN.get(origin)
+    # A table on disk is an origin of its own, named by the table.
+    known = _KNOWN.get("ngram_disk" if origin.startswith("table:") else origin)
     # A drafter of another server: the same name always gets the same style.
     return known if known is not None else _OTHERS[sum(origin.encode("utf-8", "replace")) % len(_OTHERS)]

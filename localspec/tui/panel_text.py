@@ -145,7 +145,7 @@ def _drafter_text(now: MetricsSnapshot) -> str:
 
 
 def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
-    yield Text(_drafter_text(now), style=_STRONG)
+    yield from _wrapped(_drafter_text(now), width, _STRONG)
     if now.drafter_reason:
         yield from _wrapped(clean_line(now.drafter_reason), width, _DIM)
     rate = acceptance(now.drafters)

@@ -284,6 +284,20 @@ async def test_reader_who_scrolled_up_is_left_alone(tmp_path: Path) -> None:
         await pilot.press("escape")
 
 
+async def test_view_follows_an_answer_that_outgrows_it(tmp_path: Path) -> None:
+    async with started(scripted("line\n\n" * 4000, tok_per_s=800), tmp_path, NARROW) as (app, pilot):
+        await pilot.press("q", "enter")
+        transcript = app.chat.transcript
+        for height in (25, 60):
+            await until(lambda wanted=height: transcript.virtual_size.height > wanted)
+            await pilot.pause()
+            assert transcript.scroll_y == transcript.max_scroll_y > 0
+        await pilot.press("escape")
+        await until(lambda: not app.chat.busy)
+        await pilot.pause()
+        assert "(stopped)" in "\n".join(s.text for s in transcript.render_lines(transcript.size.region))
+
+
 async def test_second_prompt_waits_for_the_first_answer(tmp_path: Path) -> None:
     async with started(scripted("word " * 500, tok_per_s=50), tmp_path) as (app, pilot):
         await pilot.press("a", "enter")

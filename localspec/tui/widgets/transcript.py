@@ -151,7 +151,8 @@ class Transcript(ScrollView, can_focus=True):
 
     def follow(self) -> None:
         """Go to the end and stay there while it grows."""
-        self.scroll_end(animate=False, immediate=True, x_axis=False)
+        # Forced: the first time that lines do not fit there is no scroll bar yet.
+        self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)
 
     def move_cursor(self, step: int) -> None:
         """Mark the next (1) or previous (-1) message."""
