@@ -119,7 +119,7 @@ class Eagle3Network:
         def norm(name: str, size: int = hidden) -> Norm:
             return Norm(load_vector(ops, checkpoint, f"{name}.weight", (size,)), shape.norm_eps)
 
-        joined = len(shape.layer_outputs) * shape.target_hidden_size
+        self.source_size = joined = len(shape.layer_outputs) * shape.target_hidden_size
         fc = check_shape(checkpoint.weight("fc.weight"), "fc.weight", (hidden, joined))
         self._fc: PackedWeight = ops.pack([fc])
         self._joined_norm = norm("input_norm", joined) if shape.norm_before_fc else None
@@ -139,11 +139,16 @@ class Eagle3Network:
         """Keys and values of the one layer."""
         return self._attention.planes
 
-    def first_hidden(self, forward: Forward) -> Tensor:
-        """The fused outputs of the target's layers."""
-        parts = [forward.layer_outputs[layer] for layer in self._shape.layer_outputs]
-        if self._layer_norms:
-            parts = [self._ops.rms_norm(part, norm) for part, norm in zip(parts, self._layer_norms, strict=True)]
+    def source(self, forward: Forward) -> Tensor:
+        """The outputs of the target's layers side by side."""
+        return torch.cat([forward.layer_outputs[layer] for layer in self._shape.layer_outputs], dim=1)
+
+    def first_hidden(self, source: Tensor) -> Tensor:
+        """The outputs normed and fused."""
+        if not self._layer_norms:
+            return self._ops.linear(source, self._fc, norm=self._joined_norm)
+        parts = [part.contiguous() for part in source.chunk(len(self._layer_norms), dim=1)]
+        parts = [self._ops.rms_norm(part, norm) for part, norm in zip(parts, self._layer_norms, strict=True)]
         return self._ops.linear(torch.cat(parts, dim=1), self._fc, norm=self._joined_norm)
 
     def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:

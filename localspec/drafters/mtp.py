@@ -57,7 +57,7 @@ class MtpNetwork:
 
     def __init__(self, shape: MtpShape, model: Model, ops: Ops, checkpoint: Checkpoint) -> None:
         """Raises ValueError for missing or misshapen tensors."""
-        self.hidden_size = hidden = model.hidden_size
+        self.hidden_size = self.source_size = hidden = model.hidden_size
         self._ops, self._model = ops, model
 
         def norm(name: str) -> Norm:
@@ -87,9 +87,13 @@ class MtpNetwork:
         """Target ids of the trimmed head, None with the target's own head."""
         return None if self._head is None else self._head.ids
 
-    def first_hidden(self, forward: Forward) -> Tensor:
+    def source(self, forward: Forward) -> Tensor:
         """What feeds the target's head: the hidden after its final norm."""
         return forward.hidden
+
+    def first_hidden(self, source: Tensor) -> Tensor:
+        """The same."""
+        return source
 
     def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
         """See `ChainNetwork.run`; the embedding comes first in the joined input."""

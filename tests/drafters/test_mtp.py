@@ -12,10 +12,11 @@ from torch import Tensor
 from localspec.api.types import Sampling
 from localspec.core.records import MAX_SLOTS, HiddenNeeds
 from localspec.drafters import mtp
+from localspec.drafters._chain import KEPT_ROWS
 from localspec.drafters._tiny import RandomCheckpoint
 from localspec.models import Model, architecture
 from tests.drafters.float64 import Weights, attend, gated_mlp, project, rms, rope
-from tests.drafters.session import Session, random_target, setup_for
+from tests.drafters.session import Session, fixed_draft, random_target, setup_for
 from tests.helpers.models import Driver
 
 pytestmark = pytest.mark.torch
@@ -26,8 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return random_target("llama", tmp_path_factory.mktemp("target"))
 
 
-def block(embedding: Tensor, hidden: Tensor, weights: Weights, shape: mtp.MtpShape) -> Tensor:
-    """Rows 0.. of the block over whole sequences. embedding, hidden: [T, D] float64 -> [T, D] after mtp.norm."""
+def block(embedding: Tensor, hidden: Tensor, weights: Weights, shape: mtp.MtpShape, first: int) -> Tensor:
+    """Rows 0.. of the block over whole sequences. embedding, hidden: [T, D] float64 -> [T, D] after mtp.norm.
+
+    first: rows before it are seen by none behind it.
+    """
     head_dim, at = shape.attention.head_dim, "mtp.layers.0."
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -43,14 +47,15 @@ def block(embedding: Tensor, hidden: Tensor, weights: Weights, shape: mtp.MtpSha
     positions = torch.arange(len(x))
     q = rope(norm(q, "layers.0.self_attn.q_norm"), positions, shape.inv_freq)
     k = rope(norm(k, "layers.0.self_attn.k_norm"), positions, shape.inv_freq)
-    mixed = attend(q, k, v, positions[:, None] >= positions)
+    seen = (positions[:, None] >= positions) & ((positions >= first) | (positions[:, None] < first))
+    mixed = attend(q, k, v, seen)
     x = x + (mixed * gate.flatten(1).sigmoid()) @ weights[f"{at}self_attn.o_proj.weight"].double().T
     x = x + gated_mlp(norm(x, "layers.0.post_attention_layernorm"), weights, f"{at}mlp.")
     return norm(x, "norm")
 
 
 def expected_chain(
-    model: Model, weights: Weights, shape: mtp.MtpShape, tokens: list[int], depth: int
+    model: Model, weights: Weights, shape: mtp.MtpShape, tokens: list[int], depth: int, first: int = 0
 ) -> tuple[list[int], list[float]]:
     """Greedy drafts after `tokens` and the probability of each."""
     driver = Driver(model, num_slots=1)
@@ -70,7 +75,7 @@ def expected_chain(
     hidden, text, drafts, scores = torch.cat(rows).double(), list(tokens), [], []
     for _ in range(depth):
         following = torch.tensor(text[1:])
-        out = block(model.embed(following).double(), hidden, weights, shape)
+        out = block(model.embed(following).double(), hidden, weights, shape, first)
         law = model.logits(out[-1:].float())[0].softmax(0)
         drafts.append(int(law.argmax()))
         scores.append(float(law.max()))
@@ -170,3 +175,28 @@ def test_a_slot_that_was_not_observed_waits(model: Model) -> None:
     assert session.propose([3, 3]).num_drafts.tolist() == [0] * MAX_SLOTS
     session.step([0, 0])
     assert session.propose([3, 3]).num_drafts.tolist() == [3, 3] + [0] * (MAX_SLOTS - 2)
+
+
+@pytest.mark.parametrize("pause", [3, 40, 100])
+def test_after_a_pause_it_catches_up(model: Model, pause: int) -> None:
+    """Steps without its drafts only store rows; a pause beyond what is kept leaves a gap that nothing reads."""
+    shape = mtp.tiny_shape(model.hidden_size)
+    checkpoint = RandomCheckpoint(mtp.tiny_shapes(shape), seed=3)
+    session = Session(model, mtp.make(shape, setup_for(model), checkpoint))
+    session.start(0, list(range(3, 40)), Sampling(temperature=3.0, seed=1))
+    session.step([3])
+    session.propose([3])  # runs what waits
+    length = int(session.state.lengths[0])
+    for _ in range(pause):
+        session.verify(fixed_draft([[]], 0))
+    waiting = min(pause, KEPT_ROWS)
+    for _ in range(-(-waiting // 16) - 1):
+        assert session.propose([5]).num_drafts[0] == 0
+    session.state.sampling.temperature.zero_()
+    draft = session.propose([5])
+    text = session.state.history[0, : int(session.state.lengths[0])].tolist()
+    assert len(text) == length + pause
+    first = len(text) - 1 - KEPT_ROWS if pause > KEPT_ROWS else 0
+    tokens, scores = expected_chain(model, checkpoint.tensors, shape, text, 5, first)
+    assert draft.token_ids[0].tolist() == tokens and draft.confidence is not None
+    torch.testing.assert_close(draft.confidence[0], torch.tensor(scores), rtol=1e-3, atol=1e-5)
