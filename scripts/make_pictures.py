@@ -25,14 +25,14 @@ from localspec.tui.app import LocalspecApp
 from localspec.tui.options import ChatSettings, UiOptions
 
 QUESTIONS = (
-    "What is the difference between a list and a tuple in Python? Give an example of each.",
-    "Write the example with the tuple again, with a comment on every line.",
+    "Write a short Python function that adds two numbers, and show an example of its use.",
+    "Write the same function again for three numbers.",
 )
 ANSWERS = (
-    "A **list** can be changed after it was made, a **tuple** cannot.\n\n```python\n"
-    "numbers = [1, 2, 3]\nnumbers[0] = 9\n```\n\n```python\npoint = (1, 2)\nx, y = point\n```\n",
-    "```python\n# A tuple of two numbers\npoint = (1, 2)\n# Its parts, each with a name\nx, y = point\n```\n\n"
-    "A tuple may be a key of a dictionary, a list may not.\n",
+    "A function takes its **arguments** and returns their sum:\n\n```python\n"
+    "def add(a: int, b: int) -> int:\n    return a + b\n\n\nprint(add(2, 3))  # 5\n```\n",
+    "The same with three arguments:\n\n```python\n"
+    "def add(a: int, b: int, c: int) -> int:\n    return a + b + c\n\n\nprint(add(2, 3, 4))  # 9\n```\n",
 )
 MADE_UP = "A scripted engine, no model: every figure in this picture is made up."
 WIDE, NARROW = (130, 40), (80, 24)

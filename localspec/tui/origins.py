@@ -8,17 +8,18 @@ TARGET = "target"
 
 _KNOWN: dict[str, Style] = {
     TARGET: Style(),
+    # Every set of bold, italic and underline is one drafter's: double underlines are not drawn everywhere.
     "ngram": Style(color="#4fc38a", underline=True),
-    "ngram_disk": Style(color="#3fb6c6", underline2=True),
+    "ngram_disk": Style(color="#3fb6c6", italic=True, underline=True),
     "mtp": Style(color="#b48ef0", bold=True, underline=True),
-    "eagle3": Style(color="#e0a64a", italic=True, underline=True),
-    "dflash": Style(color="#5c9df5", bold=True, underline2=True),
-    "dspark": Style(color="#e37fb0", italic=True, underline2=True),
-    "draft_model": Style(color="#d9c24a", underline=True, overline=True),
+    "eagle3": Style(color="#e0a64a", bold=True, italic=True, underline=True),
+    "dflash": Style(color="#5c9df5", bold=True),
+    "dspark": Style(color="#e37fb0", italic=True),
+    "draft_model": Style(color="#d9c24a", bold=True, italic=True),
 }
 _OTHERS = (
     Style(color="#e07a5f", underline=True),
-    Style(color="#81b29a", bold=True, underline2=True),
+    Style(color="#81b29a", bold=True, underline=True),
     Style(color="#f2a65a", italic=True, underline=True),
 )
 REFUSED = Style(color="#e06c75", bold=True)

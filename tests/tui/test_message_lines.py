@@ -15,6 +15,7 @@ from localspec.chats import Stored
 from localspec.tui.answer import Answer
 from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.message_lines import Look, MessageLines, answer_figures, draft_runs, draft_summary
+from localspec.tui.origins import style_of
 from localspec.tui.wrap import wrap_runs, wrap_text
 
 LOOK = Look(40, MarkdownRenderer())
@@ -143,3 +144,11 @@ def test_growing_message_keeps_its_closed_lines() -> None:
     assert view.strips(LOOK)[1] is before
     view.update(Stored("assistant", text))
     assert [s.text.rstrip() for s in view.strips(LOOK)] == lines(Stored("assistant", text))
+
+
+def test_drafters_can_be_told_apart_without_colour() -> None:
+    names = ("target", "ngram", "ngram_disk", "mtp", "eagle3", "dflash", "dspark", "draft_model")
+    looks = {name: (s.bold, s.italic, s.underline) for name in names for s in [style_of(name)]}
+    assert len(set(looks.values())) == len(names)
+    assert style_of("table:own") == style_of("ngram_disk")
+    assert style_of("a drafter of elsewhere") == style_of("a drafter of elsewhere") != style_of("target")
