@@ -63,12 +63,16 @@ class Request:
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """Budget of thinking tokens and the tokens that end it; `open_at_start` if the prompt opened the thought."""
+    """Budget of thinking tokens and the tokens that end it; `open_at_start` if the prompt opened the thought.
+
+    `close_ids` end a thought without being its end marker: a tool call that begins inside it.
+    """
 
     budget_tokens: int | None
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     open_at_start: bool
+    close_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

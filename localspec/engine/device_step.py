@@ -6,17 +6,40 @@ Both forms run the same functions in the same order; `graphs.py` only replays th
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from localspec.core.records import Draft, PrefillPlan, StepResult, VerifyPlan
+from localspec.core.records import MAX_SLOTS, Draft, PrefillPlan, Request, StepResult, VerifyPlan
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import Layout, layout_numbers, layout_of
-from localspec.runner.runner import Runner
-from localspec.sampling.accept import accept
+from localspec.runner.runner import Runner, VerifyOutput
+from localspec.sampling.accept import RowRules, accept
+from localspec.sampling.allowed import packed_rows, unpacked
+from localspec.sampling.grammar import RequestGrammar
 from localspec.sampling.processors import ProcessorPlan
 from localspec.sampling.synthetic import SyntheticAcceptance
+from localspec.sampling.thinking import ThinkingState, with_forced_drafts
+
+MAX_MARKER_TOKENS = 8
+"""Of the markers that open and end a thought."""
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """What the requests of a step ask of it, as far as the host knows: only that is computed.
+
+    logprobs: alternatives at each token, None for no log-probabilities; thinking: some slot has a budget;
+    grammars: by slot. A step with grammars waits for its drafts between forward pass and acceptance.
+    """
+
+    law: ProcessorPlan
+    logprobs: int | None = None
+    thinking: bool = False
+    grammars: Mapping[int, RequestGrammar] = field(default_factory=dict)
 
 
 def position_bound(plan: VerifyPlan) -> int:
@@ -57,11 +80,15 @@ class DeviceStep(Protocol):
         """A fresh clock for one step."""
         ...
 
-    def propose(self, plan: VerifyPlan) -> Draft:
+    def admit(self, slot: int, request: Request) -> None:
+        """A slot was given to a request."""
+        ...
+
+    def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
         """Drafts for the plan's slots."""
         ...
 
-    def verify(self, plan: VerifyPlan, draft: Draft, law: ProcessorPlan, logprobs: int | None) -> StepResult:
+    def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
         """Run the windows, accept, and let drafters see the rows."""
         ...
 
@@ -77,29 +104,65 @@ class EagerStep:
         """`acceptance` forces drafts to be accepted at given rates; benchmarks only."""
         self.runner = runner
         self.drafters = drafters
+        self.thinking = ThinkingState.make(MAX_SLOTS, MAX_MARKER_TOKENS, runner.ops.device)
         self._acceptance = acceptance
 
     def clock(self) -> StepClock:
         return HostClock()
 
-    def propose(self, plan: VerifyPlan) -> Draft:
-        return self.drafters.propose(plan, self.runner.state)
+    def admit(self, slot: int, request: Request) -> None:
+        self.thinking.fill(slot, request.thinking)
 
-    def verify(self, plan: VerifyPlan, draft: Draft, law: ProcessorPlan, logprobs: int | None) -> StepResult:
+    def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
+        return self.proposed(plan, needs.thinking)
+
+    def proposed(self, plan: VerifyPlan, thinking: bool) -> Draft:
+        """The drafters' words, and those that a thinking budget dictates in their place."""
+        draft = self.drafters.propose(plan, self.runner.state)
+        if not thinking or not draft.token_ids.shape[1]:
+            return draft
+        return with_forced_drafts(self.thinking, draft, self.drafters.depths_of(plan), self.runner.state)
+
+    def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
         pad_to = plan.num_rows if self.runner.ops.waits else plan.graph_key.num_rows
         numbers = torch.tensor(layout_numbers(plan, pad_to), dtype=torch.int64, device=self.runner.ops.device)
-        return self.verify_layout(layout_of(numbers), draft, position_bound(plan), law, logprobs)
+        output = self.runner.verify(layout_of(numbers), draft, position_bound(plan))
+        if not needs.grammars:
+            return self.accepted(output, draft, needs, None)
+        num_rows = output.logits.shape[0]
+        packed = self.packed_masks(plan, draft.token_ids.tolist(), needs, num_rows).to(self.runner.ops.device)
+        return self.accepted(output, draft, needs, packed)
 
-    def verify_layout(
-        self, layout: Layout, draft: Draft, max_position_bound: int, law: ProcessorPlan, logprobs: int | None
-    ) -> StepResult:
-        """The part that a graph captures: device values only."""
-        output = self.runner.verify(layout, draft, max_position_bound)
+    def verify_layout(self, layout: Layout, draft: Draft, max_position_bound: int, needs: StepNeeds) -> StepResult:
+        """A whole step without grammars: device values only, so that a graph can hold it."""
+        return self.accepted(self.runner.verify(layout, draft, max_position_bound), draft, needs, None)
+
+    def accepted(self, output: VerifyOutput, draft: Draft, needs: StepNeeds, packed: Tensor | None) -> StepResult:
+        """Acceptance, and the drafters' view of the rows. packed: [R, ceil(V / 8)] uint8 masks of `packed_rows`."""
         state = self.runner.state
-        rules = self._acceptance(output.rows, draft, state.sampling.seeds) if self._acceptance is not None else None
-        result = accept(output.logits, output.rows, draft, state, logprobs=logprobs, plan=law, rules=rules)
-        self.drafters.observe(output.rows, output.forward, self.runner.state)
+        allowed = unpacked(packed, output.logits.shape[1]) if packed is not None else None
+        rules = RowRules(allowed=allowed)
+        if self._acceptance is not None:
+            rules = replace(self._acceptance(output.rows, draft, state.sampling.seeds), allowed=allowed)
+        thinking = self.thinking if needs.thinking else None
+        result = accept(
+            output.logits,
+            output.rows,
+            draft,
+            state,
+            logprobs=needs.logprobs,
+            plan=needs.law,
+            rules=rules,
+            thinking=thinking,
+        )
+        self.drafters.observe(output.rows, output.forward, state)
         return result
+
+    def packed_masks(
+        self, plan: VerifyPlan, drafts: Sequence[Sequence[int]], needs: StepNeeds, num_rows: int
+    ) -> Tensor:
+        """Masks of the step's grammars on the host, see `packed_rows`. drafts: [S][K]."""
+        return packed_rows(plan, drafts, needs.grammars, num_rows, self.runner.model.vocab_size)
 
     def prefill(self, plan: PrefillPlan) -> None:
         rows, forward = self.runner.prefill(plan)

@@ -57,6 +57,13 @@ class DrafterSet:
                     draft = self._speak(self._drafters[part], chain, plan, state, draft)
         return draft
 
+    def depths_of(self, plan: VerifyPlan) -> Tensor:
+        """[S] int64 drafts that the plan has room for. Kept like every tensor of depths."""
+        by_slot = [0] * MAX_SLOTS
+        for slot in plan.slots:
+            by_slot[slot.slot] = slot.num_drafts
+        return self._depth_tensor(tuple(by_slot))
+
     def observe(self, rows: Rows, forward: Forward, state: SequenceState) -> None:
         """Show all drafters the rows that the target ran, so that any of them may be chosen next."""
         for drafter in self._drafters.values():

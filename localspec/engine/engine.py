@@ -94,14 +94,13 @@ class LocalEngine:
         built = self._ready()
         if request.drafter is not None:
             self._check_drafter(built, request.drafter)
-        if request.grammar is not None:
-            raise EngineError("unsupported", "grammars are not supported by this engine yet; leave response_format out")
         prepared = await asyncio.to_thread(built.text.prepare, request)
+        grammar = await asyncio.to_thread(built.text.constrain, request, prepared)
         stream, phases = built.text.stream(prepared, request.stop)
         answer = _Answer(prepared, stream)
         news: asyncio.Queue[News] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
-        ticket = built.parts.loop.submit(prepared.request, lambda item: _post(event_loop, news, item))
+        ticket = built.parts.loop.submit(prepared.request, lambda item: _post(event_loop, news, item), grammar)
         try:
             async for event in self._events(built, ticket, answer, news):
                 yield _with_reasoning(event, phases.thinking_tokens)

@@ -126,8 +126,9 @@ class GraphStep(EagerStep):
             output = forward[0].output
             bytes_per_row = -(-self.runner.model.vocab_size // 8)
             masks = self._staging(torch.full((key[1], bytes_per_row), 0xFF, dtype=torch.uint8))
-            # The warm-up accepts on padding rows, so it must see a layout of nothing but those.
+            # The warm-up must change nothing, so it accepts what the forward pass makes of padding rows.
             forward[1].device.copy_(_padding(key[1]))
+            forward[0].graph.replay()
             acceptance = self._capture(lambda: self.accepted(output, draft, needs, masks.device)), masks
             self._acceptances[key, law] = acceptance
         drafts = torch.empty(draft.token_ids.shape, dtype=torch.int64, pin_memory=True)

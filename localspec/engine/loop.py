@@ -20,7 +20,7 @@ import torch
 from localspec.api.types import EngineError, Timings
 from localspec.cache.pool import StateSnapshot
 from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
-from localspec.engine.device_step import DeviceStep
+from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.ring import Landed, ResultRing
@@ -28,6 +28,8 @@ from localspec.engine.step import run_prefill, run_verify
 from localspec.engine.tiers import NoTiers
 from localspec.engine.tuner import OFF, Tuner
 from localspec.runner.runner import Runner
+from localspec.sampling.grammar import RequestGrammar
+from localspec.sampling.processors import ProcessorPlan
 from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -77,11 +79,19 @@ class Ticket:
 
     request: Request
     sink: Sink
+    grammar: RequestGrammar | None = None
     clock: RequestClock = field(default_factory=RequestClock)
     sequence: Sequence | None = None
     cancelled: bool = False
     states: list[tuple[int, StateSnapshot]] = field(default_factory=list)
     """Taken of this request so far, by number of tokens."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the request cannot go on."""
+        if self.grammar is None or not self.grammar.error:
+            return None
+        return EngineError("bad_request", self.grammar.error)
 
 
 class DecodeLoop:
@@ -119,9 +129,9 @@ class DecodeLoop:
         self._commands.put(self._begin_stop)
         self._thread.join()
 
-    def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Queue a request; its news go to `sink`, EndNews last."""
-        ticket = Ticket(request, sink)
+    def submit(self, request: Request, sink: Sink, grammar: RequestGrammar | None = None) -> Ticket:
+        """Queue a request; its news go to `sink`, EndNews last. `grammar` belongs to this thread from now on."""
+        ticket = Ticket(request, sink, grammar)
         self._commands.put(lambda: self._accept_ticket(ticket))
         return ticket
 
@@ -212,6 +222,7 @@ class DecodeLoop:
         snapshot = match.snapshot
         assert snapshot is None or isinstance(snapshot, dict)
         runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot)
+        self._device.admit(sequence.slot, sequence.request)
         self.stages.drafters.forget(sequence.slot)
         self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
         self._send_prefill_news(sequence)
@@ -231,14 +242,24 @@ class DecodeLoop:
                 self._send_prefill_news(sequence)
 
     def _verify(self, plan: VerifyPlan) -> None:
-        wanted = [ticket.request.logprobs for ticket in self._tickets.values() if ticket.request.logprobs is not None]
-        samplings = [ticket.request.sampling for ticket in self._tickets.values()]
-        runner = self.stages.runner
-        outcome = run_verify(
-            plan, self._device, samplings, runner.model.vocab_size, runner.ops.waits, max(wanted) if wanted else None
+        needs = self._needs(plan)
+        self._ring.push(run_verify(plan, self._device, needs, self.stages.runner.ops.waits))
+        # The next masks depend on what this step says.
+        self._land(drain=bool(needs.grammars))
+
+    def _needs(self, plan: VerifyPlan) -> StepNeeds:
+        requests = [ticket.request for ticket in self._tickets.values()]
+        wanted = [request.logprobs for request in requests if request.logprobs is not None]
+        budgets = (request.thinking.budget_tokens for request in requests if request.thinking is not None)
+        tickets = {slot.slot: self._tickets.get(slot.sequence_id) for slot in plan.slots}
+        return StepNeeds(
+            law=ProcessorPlan.for_requests(
+                [request.sampling for request in requests], self.stages.runner.model.vocab_size
+            ),
+            logprobs=max(wanted) if wanted else None,
+            thinking=any(budget is not None for budget in budgets),
+            grammars={slot: t.grammar for slot, t in tickets.items() if t is not None and t.grammar is not None},
         )
-        self._ring.push(outcome)
-        self._land(drain=False)
 
     def _land(self, drain: bool) -> None:
         for landed in self._ring.pop(drain):
@@ -246,8 +267,16 @@ class DecodeLoop:
             self._count(landed)
             for result in landed.results:
                 ticket = self._tickets.get(result.sequence_id)
-                if ticket is not None and result.token_ids:
+                if ticket is not None and result.token_ids and self._follow(ticket, result):
                     ticket.sink(StepNews(result))
+
+    def _follow(self, ticket: Ticket, result: SlotResult) -> bool:
+        """Move a request's grammar over its new tokens; where it gives up, the request ends with an error."""
+        if ticket.grammar is not None:
+            ticket.grammar.advance(result.token_ids)
+        if ticket.failure is not None and ticket.sequence is not None:
+            self._scheduler.cancel(ticket.sequence)
+        return ticket.failure is None
 
     def _count(self, landed: Landed) -> None:
         outcome = landed.outcome
@@ -290,7 +319,9 @@ class DecodeLoop:
             self._land(drain=True)
         for sequence in ended:
             self._keep(sequence)
-            self._end(sequence, sequence.finish or "cancelled")
+            ticket = self._tickets.get(sequence.id)
+            failure = ticket.failure if ticket is not None else None
+            self._end(sequence, "error" if failure else sequence.finish or "cancelled", failure)
 
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's tokens and, where the model has one, its state into the prefix tree; free the slot."""

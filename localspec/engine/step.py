@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localspec.api.types import Sampling
 from localspec.core.records import Draft, PrefillPlan, StepResult, VerifyPlan
-from localspec.engine.device_step import DeviceStep, StepClock
+from localspec.engine.device_step import DeviceStep, StepClock, StepNeeds
 from localspec.runner.inputs import cut_to_draft
-from localspec.sampling.processors import ProcessorPlan
 
 
 @dataclass(frozen=True)
@@ -31,23 +28,14 @@ def run_prefill(plan: PrefillPlan, device: DeviceStep) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def run_verify(
-    plan: VerifyPlan,
-    device: DeviceStep,
-    samplings: Sequence[Sampling],
-    vocab_size: int,
-    waits: bool,
-    logprobs: int | None,
-) -> VerifyOutcome:
-    """Guess, prove, accept. Nothing here waits for the device except where the device is the host (`waits`).
-
-    `samplings` are those of the plan's sequences; they only choose the cheapest processing that covers all.
-    """
+def run_verify(plan: VerifyPlan, device: DeviceStep, needs: StepNeeds, waits: bool) -> VerifyOutcome:
+    """Guess, prove, accept. Nothing here waits for the device, except where the device is the host (`waits`) and where
+    a grammar must see the drafts."""
     clock = device.clock()
     clock.mark()
-    draft = device.propose(plan)
+    draft = device.propose(plan, needs)
     ran = cut_to_draft(plan, draft.num_drafts.tolist()) if waits else plan
     clock.mark()
-    result = device.verify(ran, draft, ProcessorPlan.for_requests(samplings, vocab_size), logprobs)
+    result = device.verify(ran, draft, needs)
     clock.mark()
     return VerifyOutcome(plan, ran, draft, result, clock)

@@ -15,9 +15,10 @@ import torch
 from localspec.api.types import Sampling
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, VerifyPlan
 from localspec.engine.build import Assembled
+from localspec.engine.device_step import StepNeeds
 from localspec.sampling.processors import ProcessorPlan
 
-GREEDY = ProcessorPlan.for_requests((), 1)
+GREEDY = StepNeeds(ProcessorPlan.for_requests((), 1))
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class StepBench:
         draft = self._draft(drafts)
         device = self._stages.device
         with torch.inference_mode():
-            device.verify(plan, draft, GREEDY, None)
-            times = [self._timed(lambda: device.verify(plan, draft, GREEDY, None)) for _ in range(repeats)]
+            device.verify(plan, draft, GREEDY)
+            times = [self._timed(lambda: device.verify(plan, draft, GREEDY)) for _ in range(repeats)]
         return StepTime(
             slots, slots * rows_per_slot, context_tokens, median(times), self._floor_ms(slots, context_tokens)
         )

@@ -10,11 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from localspec.api.types import EngineError, GenerateRequest, Sampling
+from localspec.api.types import EngineError, GenerateRequest, Grammar, Sampling
 from localspec.core.records import Request, ThinkingRule
 from localspec.engine.template import ChatTemplate
 from localspec.engine.text_stream import PhaseTracker, TextStream
 from localspec.engine.tokenizer import Tokenizer
+from localspec.engine.tool_grammar import tool_call_grammar
+from localspec.sampling.grammar import GrammarCompiler, GrammarRefused, RequestGrammar
 
 THINK_START, THINK_END = "<think>", "</think>"
 TOOL_START, TOOL_END = "<tool_call>", "</tool_call>"
@@ -41,6 +43,8 @@ class TextStage:
         source = self.tokenizer.config.get("chat_template")
         special = self.tokenizer.special_tokens()
         self.template = ChatTemplate(source, special, datetime.now) if isinstance(source, str) else None
+        self._template_source = source if isinstance(source, str) else ""
+        self._grammars = GrammarCompiler(folder / "tokenizer.json", self.stop_ids)
 
     @property
     def thinks(self) -> bool:
@@ -74,6 +78,7 @@ class TextStage:
         wanted = request.max_tokens if request.max_tokens is not None and request.max_tokens > 0 else room
         thinking_open = text is not None and text.rstrip().endswith(THINK_START)
         sampling = request.sampling
+        grammar = request.grammar or self._tool_grammar(request)
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
         core = Request(
             request_id=request.request_id,
@@ -81,18 +86,35 @@ class TextStage:
             sampling=self._checked(sampling),
             seed=seed % (1 << _SEED_BITS),
             max_tokens=min(wanted, room),
-            stop_ids=() if request.ignore_eos else self.stop_ids,
+            stop_ids=self.stop_ids if grammar is not None or not request.ignore_eos else (),
             drafter=request.drafter or "auto",
             depth=request.depth,
             prediction_ids=self.tokenizer.encode(request.prediction) if request.prediction else (),
             thinking=self._thinking_rule(request, thinking_open),
-            grammar=request.grammar,
+            grammar=grammar,
             logprobs=request.logprobs,
             chat_id=request.chat_id,
             private=request.private,
             client=request.client,
         )
         return Prepared(core, text, thinking_open)
+
+    def constrain(self, request: GenerateRequest, prepared: Prepared) -> RequestGrammar | None:
+        """The compiled grammar of a request; may take a while. Raises EngineError (`bad_request`).
+
+        A chat's answer may begin with a thought unless the prompt closed it, continues a message or asks for none.
+        """
+        grammar = prepared.request.grammar
+        if grammar is None:
+            return None
+        closed = (prepared.prompt_text or "").rstrip().endswith(THINK_END) or request.continue_final_message
+        may_think = (
+            bool(request.messages) and not closed and request.template_options.get("enable_thinking") is not False
+        )
+        try:
+            return self._grammars.compile(grammar, prepared.request.thinking, may_think)
+        except GrammarRefused as error:
+            raise EngineError("bad_request", str(error)) from error
 
     def stream(self, prepared: Prepared, stops: tuple[str, ...]) -> tuple[TextStream, PhaseTracker]:
         """The text side of a running request."""
@@ -155,7 +177,17 @@ class TextStage:
         start, end = self.tokenizer.token_id(THINK_START), self.tokenizer.token_id(THINK_END)
         if start is None or end is None:
             return None
-        return ThinkingRule(request.thinking_budget_tokens, (start,), (end,), thinking_open)
+        tool = self.tokenizer.token_id(TOOL_START)
+        return ThinkingRule(
+            request.thinking_budget_tokens, (start,), (end,), thinking_open, () if tool is None else (tool,)
+        )
+
+    def _tool_grammar(self, request: GenerateRequest) -> Grammar | None:
+        """Where a call is demanded: the form in which this model's template writes calls, None for unknown forms."""
+        if request.template_options.get("tool_choice") != "required":
+            return None
+        marks = tuple(self.tokenizer.token_id(mark) for mark in (TOOL_START, TOOL_END))
+        return tool_call_grammar(request.tools, self._template_source, marks)
 
     def _stop_ids(self) -> tuple[int, ...]:
         value = self.generation.get("eos_token_id")

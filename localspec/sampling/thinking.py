@@ -52,10 +52,10 @@ class ThinkingState:
         closed = torch.zeros(num_slots, dtype=torch.bool, device=device)
         return cls(numbers() - 1, markers(), markers(), markers(), numbers(), closed, numbers(), numbers())
 
-    def fill(self, slot: int, rule: ThinkingRule | None, close_ids: tuple[int, ...] = ()) -> None:
+    def fill(self, slot: int, rule: ThinkingRule | None) -> None:
         """Give a slot to a new answer. Raises ValueError for a marker that is too long, or a budget without an end."""
         width = self.end_ids.shape[1]
-        markers = [] if rule is None else [rule.start_ids, rule.end_ids, close_ids]
+        markers = [] if rule is None else [rule.start_ids, rule.end_ids, rule.close_ids]
         if any(len(marker) > width for marker in markers):
             raise ValueError(f"a marker of thinking is longer than {width} tokens")
         if rule is not None and rule.budget_tokens is not None and not rule.end_ids:

@@ -48,7 +48,7 @@ class Sequence:
         for token_id in token_ids:
             if token_id == rule.start_ids[-1]:
                 self.phase = "thinking"
-            elif token_id == rule.end_ids[-1]:
+            elif token_id == rule.end_ids[-1] or rule.close_ids[-1:] == (token_id,):
                 self.phase = "answer"
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def run(
     state = sequence_state(prompts, samplings, VOCAB, max_tokens=40)
     thinking = ThinkingState.make(len(rules), 4, torch.device("cpu"))
     for slot, rule in enumerate(rules):
-        thinking.fill(slot, rule, TOOL)
+        thinking.fill(slot, replace(rule, close_ids=tuple(TOOL)) if rule is not None else None)
     steps = 0
     while not bool(state.frozen.all()):
         depths = [rng.choice([0, 1, 2, 4]) if seed else 0 for _ in rules]
