@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("localspec.commands.models:show", "Show what is known of a model."),
     "rm": ("localspec.commands.models:rm", "Remove an installed model."),
     "ngram": ("localspec.commands.ngram:ngram", "Tables of your own text to draft from."),
+    "cache": ("localspec.commands.cache:cache", "What is kept of conversations on disk."),
     "verify": ("localspec.commands.library:verify", "Hash the files of installed models."),
     "prune": ("localspec.commands.library:prune", "Remove unfinished pulls."),
     "df": ("localspec.commands.library:df", "Show disk use."),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localspec.cache.spill_index import SEGMENT, STATE, Block, ModelRow, SpillIndex
+from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, ModelRow, SpillIndex
 from localspec.cache.spill_keys import (
     common_tokens,
     id_bytes,
@@ -97,12 +97,22 @@ class SpillStore:
         self._off_until_s = 0.0
         if self.index.was_lost:
             log.warning("the index of %s could not be read: cached conversations will be computed again", folder)
+        self._prefill_tok_per_s: float | None = None
+        self._today = today
+        self._limits = limits
+        try:
+            self._begin()
+        except INDEX_ERRORS as error:
+            self.index_failed(error)
+            self._begin()
+
+    def _begin(self) -> None:
         self._register()
-        stored = self.index.total_bytes()
-        free_bytes = shutil.disk_usage(folder).free
+        stored, limits = self.index.total_bytes(), self._limits
+        free_bytes = shutil.disk_usage(self.folder).free
         cap = limits.cap_bytes if limits.cap_bytes is not None else min(100_000_000_000, (free_bytes + stored) // 5)
         self.cap_bytes = cap
-        self.room = MakeRoom(self.index, self.files, cap, limits, today)
+        self.room = MakeRoom(self.index, self.files, cap, limits, self._today)
         self.room.make(0)
         self._prefill_tok_per_s = self.rates()[0]
 
@@ -290,7 +300,7 @@ class SpillStore:
                     freed_bytes += size
         return freed_bytes
 
-    def index_failed(self, error: sqlite3.Error) -> None:
+    def index_failed(self, error: Exception) -> None:
         """Say what the index cannot do; a damaged one begins again, and its files become litter."""
         if isinstance(error, (sqlite3.OperationalError, sqlite3.ProgrammingError)):
             log.warning("the index of cached conversations is not usable now: %s", error)
@@ -305,7 +315,7 @@ class SpillStore:
         """A failing index is a miss, never an error of the caller."""
         try:
             yield
-        except sqlite3.Error as error:
+        except INDEX_ERRORS as error:
             self.index_failed(error)
         except OSError as error:
             log.warning("cached conversations cannot be reached now: %s", error)

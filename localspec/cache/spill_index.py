@@ -14,14 +14,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from localspec.cache.spill_keys import Place
-
+_Value = TypeVar("_Value")
 SEGMENT, STATE = 0, 1
 VERSION = 1
 BUSY_TIMEOUT_S = 10.0
 AGE_TURNS = 32.0
 """A block that was not used for as many turns must be worth twice as much per byte to stay."""
+INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What a damaged or busy index may raise; SQLite's own messages may quote bytes that are no text."""
 _FEW_KEYS = 64
 _TABLES = """
 CREATE TABLE block(
@@ -105,7 +107,7 @@ class SpillIndex:
         except sqlite3.OperationalError as error:
             if "no such table" not in str(error):
                 raise
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             pass
         self.was_lost = existed
         self.reset()
@@ -184,7 +186,8 @@ class SpillIndex:
                 (parent, ids),
             ).fetchone()  # fmt: skip
             if row is not None:
-                found += [(block, row[1]) for block in self._select("WHERE key = ?", (row[0],))]
+                ids = _expect(row[1], bytes)
+                found += [(block, ids) for block in self._select("WHERE key = ?", (row[0],))]
         return found
 
     def some(self, keys: Sequence[bytes]) -> list[Block]:
@@ -250,7 +253,7 @@ class SpillIndex:
     def all_blocks(self, fingerprint: bytes) -> Iterator[Block]:
         """Every row of a model, in no order."""
         rows = self.connection().execute(f"SELECT {_COLUMNS} FROM block WHERE fingerprint = ?", (fingerprint,))
-        return (Block(*row) for row in rows)
+        return (_block(row) for row in rows)
 
     def models(self) -> list[ModelRow]:
         """Every model that stored anything."""
@@ -258,17 +261,17 @@ class SpillIndex:
             "SELECT fingerprint, model_id, folder, needs_state, stored_bytes, num_blocks, prefill_tok_per_s, "
             "read_bytes_per_s FROM model"
         )  # fmt: skip
-        return [ModelRow(row[0], row[1], row[2], bool(row[3]), *row[4:]) for row in rows]
+        return [_model(row) for row in rows]
 
     def total_bytes(self) -> int:
         """Of all files that have a row."""
         (total,) = self.connection().execute("SELECT coalesce(sum(stored_bytes), 0) FROM model").fetchone()
-        return int(total)
+        return _expect(total, int)
 
     def counter(self, name: str) -> int:
         """A stored number; 0 before its first change."""
         row = self.connection().execute("SELECT value FROM counter WHERE name = ?", (name,)).fetchone()
-        return int(row[0]) if row is not None else 0
+        return _expect(row[0], int) if row is not None else 0
 
     def set_counter(self, db: sqlite3.Connection, name: str, value: int) -> None:
         db.execute("INSERT INTO counter VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", (name, value))
@@ -330,12 +333,30 @@ class SpillIndex:
 
     def _select(self, condition: str, values: Sequence[object]) -> list[Block]:
         rows = self.connection().execute(f"SELECT {_COLUMNS} FROM block {condition}", tuple(values))
-        return [Block(*row) for row in rows]
+        return [_block(row) for row in rows]
 
 
-def place_of(block: Block) -> Place:
-    """The range of a block in its chain."""
-    return Place(block.key, block.parent, block.token_begin, block.token_end)
+def _block(row: tuple[object, ...]) -> Block:
+    """A row, checked: a flipped bit in the file can make anything of a value."""
+    keys, numbers = row[:3], row[3:7]
+    sound = all(isinstance(key, bytes) and len(key) == 32 for key in keys)
+    if not sound or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise sqlite3.DatabaseError("a row of the index holds impossible values")
+    return Block(*row)  # type: ignore[arg-type]
+
+
+def _model(row: tuple[object, ...]) -> ModelRow:
+    rates = [value if isinstance(value, float) and value > 0 else None for value in row[6:8]]
+    return ModelRow(
+        _expect(row[0], bytes), _expect(row[1], str), _expect(row[2], str), bool(row[3]), _expect(row[4], int),
+        _expect(row[5], int), *rates,
+    )  # fmt: skip
+
+
+def _expect(value: object, kind: type[_Value]) -> _Value:
+    if not isinstance(value, kind):
+        raise sqlite3.DatabaseError("a row of the index holds a value of the wrong type")
+    return value
 
 
 def _marks(values: Sequence[object]) -> str:

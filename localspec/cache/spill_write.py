@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sqlite3
 from collections.abc import Iterator, Sequence
 
 from localspec.cache.spill import LAYOUTS, SpillStore
-from localspec.cache.spill_index import SEGMENT, STATE, Block
+from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block
 from localspec.cache.spill_keys import Place, id_bytes, root_key, segment_key, segment_places, state_place
 from localspec.cache.spill_order import NoRoom
 from localspec.core.records import SEGMENT_TOKENS
@@ -169,11 +168,11 @@ class TurnWriter:
         """A disk or index that refuses ends the writing, never the caller; files without rows are taken back."""
         try:
             yield
-        except (NoRoom, OSError, sqlite3.Error) as error:
+        except (NoRoom, OSError, *INDEX_ERRORS) as error:
             for block, _ in self._waiting:
                 with contextlib.suppress(OSError):
                     self._store.files.delete(block.fingerprint, block.key)
             self._waiting, self._waiting_bytes = [], 0
             self._store.stop_writing(str(error))
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, INDEX_ERRORS):
                 self._store.index_failed(error)

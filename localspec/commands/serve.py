@@ -72,6 +72,7 @@ def serve(**options: Any) -> None:
             drafters_dir=config.paths.drafters_dir,
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
+            kv_dir=config.paths.kv_dir,
         ),
     )
     try:

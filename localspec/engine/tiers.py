@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 
 from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore
+from localspec.cache.spill_index import INDEX_ERRORS
 from localspec.cache.spill_keys import fingerprint
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
@@ -238,7 +238,7 @@ class DiskTiers(NoTiers):
             "ssd_saved_s": round(self._saved_s, 3),
             "ssd_writing": 0.0 if self._store.off_reason else 1.0,
         }
-        with contextlib.suppress(sqlite3.Error, OSError):
+        with contextlib.suppress(*INDEX_ERRORS, OSError):
             figures["ssd_bytes"] = self._store.index.total_bytes()
             figures["ssd_written_today_bytes"] = self._store.room.spent_today_bytes()
         self._metrics.update(tiers=figures)
@@ -277,7 +277,7 @@ def open_tiers(
     )
     try:
         return DiskTiers(SpillStore(folder, identity, limits), copies, scheduler, metrics)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, *INDEX_ERRORS) as error:
         log.warning("conversations are not kept on disk: %s", error)
         return NoTiers()
 

@@ -1,0 +1,142 @@
+"""What a person may do with the cache on disk: see it, check it, remove parts of it or all. Needs no loaded model.
+
+Torch-free. Safe beside running engines: they see a missing block and compute it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localspec.cache.spill import INDEX_NAME
+from localspec.cache.spill_index import Block, ModelRow, SpillIndex
+from localspec.cache.spill_order import remove_with_dependants
+from localspec.storage.blockfile import BlockStore
+from localspec.storage.errors import DamagedFile, WrongOwner
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """What a chat has on disk for one model; blocks that it shares with other chats count for each."""
+
+    chat_id: str
+    model_id: str
+    num_blocks: int
+    stored_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Outcome of a verification."""
+
+    num_blocks: int
+    read_bytes: int
+    damaged: tuple[str, ...]
+    """One line for each block that was removed, with the reason."""
+
+
+class SpillAdmin:
+    """The cache directory of this user."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises FileNotFoundError where nothing was ever cached."""
+        if not (folder / INDEX_NAME).exists():
+            raise FileNotFoundError(f"nothing is cached in {folder}")
+        self.folder = folder
+        self._files = BlockStore(folder)
+        self._index = SpillIndex(folder / INDEX_NAME)
+
+    def __enter__(self) -> SpillAdmin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._index.close()
+
+    def chats(self) -> list[ChatRow]:
+        """Largest first."""
+        names = {row.fingerprint: row.model_id for row in self._index.models()}
+        return [
+            ChatRow(chat_id, names.get(fingerprint, "?"), count, size, tokens)
+            for chat_id, fingerprint, count, size, tokens in self._index.chats()
+        ]
+
+    def models(self) -> list[ModelRow]:
+        """Every model (with its drafters and back end) that has blocks or had some."""
+        return sorted(self._index.models(), key=lambda row: -row.stored_bytes)
+
+    def free_bytes(self) -> int:
+        """Of the disk that holds the cache."""
+        return shutil.disk_usage(self.folder).free
+
+    def remove_chat(self, chat_id: str) -> int:
+        """Delete what only this chat used; returns the number of blocks."""
+        removed = remove_with_dependants(self._index, self._files, self._index.of_chat(chat_id))
+        with self._index.transaction() as db:
+            db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
+        return removed
+
+    def remove_model(self, model_id: str) -> int:
+        """Delete every block of a model; returns the number of blocks."""
+        removed = 0
+        for row in self._index.models():
+            if row.model_id == model_id:
+                removed += row.num_blocks
+                with self._index.transaction() as db:
+                    db.execute("DELETE FROM block WHERE fingerprint = ?", (row.fingerprint,))
+                shutil.rmtree(self.folder / row.fingerprint.hex(), ignore_errors=True)
+        return removed
+
+    def wipe(self) -> int:
+        """Delete everything; returns the bytes that were indexed."""
+        stored_bytes = self._index.total_bytes()
+        with self._index.transaction() as db:
+            for table in ("block", "chat", "segment_ids", "counter"):
+                db.execute(f"DELETE FROM {table}")
+        self._files.sweep(())
+        # Deleted rows would stay readable in the file's free pages: they hold token ids.
+        self._index.connection().execute("VACUUM")
+        self._index.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return stored_bytes
+
+    def verify(self) -> Iterator[tuple[int, Checked]]:
+        """Read every block; yields (bytes to do, progress so far). Damaged ones are removed, the reason is kept."""
+        total_bytes = self._index.total_bytes()
+        num_blocks = read_bytes = 0
+        damaged: list[str] = []
+        for row in self._index.models():
+            for block in list(self._index.all_blocks(row.fingerprint)):
+                problem = self._problem(block)
+                num_blocks, read_bytes = num_blocks + 1, read_bytes + block.file_bytes
+                if problem:
+                    damaged.append(problem)
+                    remove_with_dependants(self._index, self._files, [block])
+                yield total_bytes, Checked(num_blocks, read_bytes, tuple(damaged))
+
+    def _problem(self, block: Block) -> str:
+        path = self._files.path(block.fingerprint, block.key)
+        if self._index.get(block.key) is None:
+            return ""
+        try:
+            header = self._files.read_header(block.fingerprint, block.key)
+            stated = (header.parent_key, header.token_begin, header.token_end)
+            if stated != (block.parent, block.token_begin, block.token_end):
+                return f"{path}: holds another range than the index says"
+            buffer = bytearray(header.payload_bytes)
+            self._files.read_into(block.fingerprint, block.key, header.layout, memoryview(buffer))
+        except FileNotFoundError:
+            return f"{path}: the file is gone"
+        except (DamagedFile, WrongOwner, OSError) as error:
+            return str(error)
+        return ""
+
+
+def sweep_all(folder: Path) -> None:
+    """Remove a cache whose index cannot even be opened."""
+    with contextlib.suppress(OSError):
+        BlockStore(folder).sweep(())
+    for path in folder.glob(f"{INDEX_NAME}*"):
+        path.unlink(missing_ok=True)

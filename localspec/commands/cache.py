@@ -1,0 +1,123 @@
+"""`localspec cache`: what is kept of conversations on this disk, and how to be rid of it. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from localspec.cache.spill_admin import SpillAdmin, sweep_all
+from localspec.cache.spill_index import INDEX_ERRORS
+from localspec.commands.common import fail, gib, print_json, settings
+from localspec.commands.options import json_option
+
+
+@click.group()
+def cache() -> None:
+    """Conversations kept on disk, so that opening one again costs no recompute. All of it may be deleted."""
+
+
+@cache.command("ls")
+@json_option
+def cache_ls(as_json: bool) -> None:
+    """List chats that have something on disk."""
+    admin = _open()
+    rows = admin.chats() if admin is not None else []
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
+        return
+    if not rows:
+        click.echo("No conversation is kept on disk.", err=True)
+    for row in rows:
+        click.echo(f"{row.chat_id:<36}  {row.model_id:<24} {row.tokens:>8,} tokens {gib(row.stored_bytes):>10}")
+
+
+@cache.command("df")
+@json_option
+def cache_df(as_json: bool) -> None:
+    """Show how much each model's cache takes."""
+    admin = _open()
+    models = admin.models() if admin is not None else []
+    free_bytes = admin.free_bytes() if admin is not None else None
+    if as_json:
+        fields = ("model_id", "stored_bytes", "num_blocks", "prefill_tok_per_s", "read_bytes_per_s")
+        rows = [
+            {"cache": row.fingerprint.hex()[:12], **{name: getattr(row, name) for name in fields}} for row in models
+        ]
+        print_json({"models": rows, "free_bytes": free_bytes})
+        return
+    for row in models:
+        click.echo(
+            f"{row.model_id:<24} {row.fingerprint.hex()[:12]}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}"
+        )
+    total_bytes = sum(row.stored_bytes for row in models)
+    rest = f", {gib(free_bytes)} free on the disk" if free_bytes is not None else ""
+    click.echo(f"total {gib(total_bytes)}{rest}")
+
+
+@cache.command("rm")
+@click.argument("name")
+@json_option
+def cache_rm(name: str, as_json: bool) -> None:
+    """Delete what is kept of a chat or of a model; NAME is an id that `ls` or `df` shows."""
+    admin = _open()
+    known_chats = {row.chat_id for row in admin.chats()} if admin is not None else set()
+    known_models = {row.model_id for row in admin.models()} if admin is not None else set()
+    if admin is None or name not in known_chats | known_models:
+        fail(f"nothing is kept of {name}; see localspec cache ls")
+    removed = admin.remove_chat(name) if name in known_chats else admin.remove_model(name)
+    if as_json:
+        print_json({"name": name, "removed_blocks": removed})
+    else:
+        click.echo(f"{removed:,} blocks of {name} are deleted")
+
+
+@cache.command("verify")
+@json_option
+def cache_verify(as_json: bool) -> None:
+    """Read every block and remove those that are damaged."""
+    admin = _open()
+    last: Any = None
+    for total_bytes, checked in admin.verify() if admin is not None else ():
+        last = checked
+        if not as_json and checked.num_blocks % 64 == 0:
+            click.echo(f"{gib(checked.read_bytes)} of {gib(total_bytes)}", err=True)
+    damaged = last.damaged if last is not None else ()
+    if as_json:
+        print_json(dataclasses.asdict(last) if last is not None else {"num_blocks": 0, "read_bytes": 0, "damaged": []})
+        return
+    for line in damaged:
+        click.echo(line)
+    count = last.num_blocks if last is not None else 0
+    click.echo(f"{count:,} blocks read, {len(damaged)} damaged and removed")
+
+
+@cache.command("wipe")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def cache_wipe(yes: bool, as_json: bool) -> None:
+    """Delete everything that is kept of conversations. Chats themselves stay."""
+    if not yes:
+        click.confirm("Delete all cached conversations? Chats stay, they will be computed again.", abort=True, err=True)
+    folder = settings().paths.kv_dir
+    try:
+        admin = _open()
+        stored_bytes = admin.wipe() if admin is not None else 0
+    except INDEX_ERRORS:
+        stored_bytes = 0
+        sweep_all(folder)
+    if as_json:
+        print_json({"deleted_bytes": stored_bytes})
+    else:
+        click.echo(f"{gib(stored_bytes)} deleted")
+
+
+def _open() -> SpillAdmin | None:
+    folder = settings().paths.kv_dir
+    try:
+        return SpillAdmin(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, *INDEX_ERRORS) as error:
+        fail(f"the cache in {folder} cannot be opened ({error}); localspec cache wipe removes it")
