@@ -105,7 +105,7 @@ class Conversation:
         saving = _Saving(self._store, answer, base)
         try:
             await self._wait_ready(answer)
-            base = saving.base = self._with_model(base)
+            base = saving.base = self.messages[-1] = self._with_model(base)
             async with aclosing(cast("AsyncGenerator[Event, None]", self.engine.generate(self.request()))) as events:
                 async for event in events:
                     answer.take(event)
