@@ -18,48 +18,20 @@ from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
 from localspec.drafters._block_conv import GroupedConv
 from localspec.drafters._block_shape import BlockShape, LayerView
+from localspec.drafters._waiting import MAX_PASS_ROWS, Block, WaitingRows
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Norm, Ops, PackedWeight, Paging
 from localspec.layers.linear import check_shape, load_vector
 from localspec.models import Model
 
-MAX_PASS_ROWS = 16
-"""Most rows of a pass over all slots: the kernels that read each weight once end there, as verify steps do."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows of a pass, slot after slot. slots: [R] int64, -1 for padding; offsets: [R] int64 place in the block;
-    starts: [S] int64 first row of each slot; counts: [S] int64 its rows. All on the device."""
-
-    slots: Tensor
-    offsets: Tensor
-    starts: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, wanted: Tensor, num_rows: int) -> Block:
-        """wanted: [S] int64 rows of each slot; what goes beyond num_rows in all is cut from the last slots."""
-        ends = wanted.cumsum(dim=0).clamp(max=num_rows)
-        starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-        row = torch.arange(num_rows, device=wanted.device)
-        slot = (row[:, None] >= ends).sum(dim=1)
-        inside = slot < wanted.shape[0]
-        offsets = row - starts[slot.clamp(max=wanted.shape[0] - 1)]
-        return cls(torch.where(inside, slot, -1), torch.where(inside, offsets, 0), starts, ends - starts)
-
-    def by_slot(self, values: Tensor, first: int, count: int) -> Tensor:
-        """values [R, ...] -> [S, count, ...]: rows first .. first + count - 1 of each slot, any row beyond its end."""
-        column = torch.arange(first, first + count, device=values.device)
-        return values[(self.starts[:, None] + column).clamp(max=values.shape[0] - 1)]
-
 
 @dataclass(frozen=True)
 class _BlockStep:
-    """A pass over the rows of a Block. positions, block_end: [R] int64; the end is that of the row's own block."""
+    """A pass over the rows of a Block. positions, key_begin, block_end (of the row's own block): [R] int64."""
 
     paging: Paging
     positions: Tensor
+    key_begin: Tensor
     block_end: Tensor
     offsets: Tensor
 
@@ -125,7 +97,7 @@ class _BlockLayer:
         self._store(x, step.paging, positions, cache)
         q = self._ops.linear(x, self._q).view(x.shape[0], -1, shape.head_dim)
         q = self._ops.norm_rope(q, self._q_norm, positions, self._inv_freq)
-        begin = (positions + 1 - window).clamp(min=0) if window else torch.zeros_like(positions)
+        begin = torch.maximum(positions + 1 - window, step.key_begin) if window else step.key_begin
         end = positions + 1 if self._view.causal else step.block_end
         if window and not self._view.causal:
             end = torch.minimum(end, positions + window)
@@ -136,7 +108,7 @@ class _BlockLayer:
 class BlockBackbone:
     """Everything but the way in which tokens are chosen from the block's hiddens."""
 
-    def __init__(self, shape: BlockShape, model: Model, ops: Ops, checkpoint: Checkpoint) -> None:
+    def __init__(self, shape: BlockShape, model: Model, ops: Ops, checkpoint: Checkpoint, num_slots: int) -> None:
         """Raises ValueError for missing or misshapen tensors, or a drafter that does not fit the target."""
         self.shape = shape
         self._model, self._ops = model, ops
@@ -158,6 +130,7 @@ class BlockBackbone:
         self.draft_vocab_size = model.vocab_size if self.id_map is None else self.id_map.shape[0]
         # Copies of the target's embedding and head, and a mask of training, are left unread.
         self.shared_names = (f"{prefix}embed_tokens.", "t2d", *(() if self._head else ("lm_head.",)))
+        self._waiting = WaitingRows(num_slots, width[1], (ops.device, ops.activation_dtype))
         dtype = str(ops.activation_dtype).removeprefix("torch.")
         kv_shape = (shape.num_kv_heads, shape.head_dim)
         self.planes = tuple(
@@ -166,13 +139,33 @@ class BlockBackbone:
 
     @torch.inference_mode()
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
-        """Keep keys and values of the committed rows."""
-        committed = (rows.slots >= 0) & (rows.positions + 1 < state.lengths[rows.slots.clamp(min=0)])
-        paging = Paging(rows.block_tables, torch.where(committed, rows.slots, -1), rows.max_position_bound + 1)
+        """Keep keys and values of a prompt's rows; store the committed rows of a verify step until `catch_up`."""
         taps = torch.cat([forward.layer_outputs[layer] for layer in self.shape.layer_outputs], dim=1)
+        if rows.kind == "verify":
+            self._waiting.store(rows, taps, state)
+            return
+        slots = torch.where(self._waiting.committed(rows, state), rows.slots, -1)
+        self._store(taps, Paging(rows.block_tables, slots, rows.max_position_bound + 1), rows.positions, cache)
+        self._waiting.mark_run(rows, state)
+
+    def forget(self, slot: int) -> None:
+        """The slot was given to another sequence."""
+        self._waiting.forget(slot)
+
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> Tensor:
+        """Keep keys and values of rows that wait. Returns [S] bool: slots of which nothing waits any more.
+
+        A new sequence that was never observed has nothing that waits.
+        """
+        taken = self._waiting.take(depths, state)
+        bound = max(depths.length_bounds, default=1) + 1
+        self._store(taken.sources, Paging(state.block_tables, taken.slots, bound), taken.positions, cache)
+        return (self._waiting.caught_up(state) | (state.lengths == 1)) & (state.lengths > 0)
+
+    def _store(self, taps: Tensor, paging: Paging, positions: Tensor, cache: Cache) -> None:
         context = self._ops.rms_norm(self._ops.linear(taps, self._fc), self._context_norm)
         for layer in self._layers:
-            layer.store_context(context, paging, rows.positions, cache)
+            layer.store_context(context, paging, positions, cache)
 
     def block(self, depths: Depths, extra_rows: int) -> Block:
         """Rows for the asked-for drafts of each slot and `extra_rows` more for each slot that has any."""
@@ -192,6 +185,7 @@ class BlockBackbone:
         step = _BlockStep(
             paging=Paging(state.block_tables, torch.where(real, block.slots, -1), bound),
             positions=first + block.offsets,
+            key_begin=self._waiting.valid_from[slots],
             block_end=first + block.counts[slots].clamp(min=1),
             offsets=block.offsets,
         )

@@ -18,8 +18,8 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
-from localspec.drafters._block_backbone import MAX_PASS_ROWS, Block
 from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
+from localspec.drafters._waiting import WaitingRows
 from localspec.kernels.ops import Paging
 from localspec.layers.step import LayerStep
 
@@ -47,40 +47,6 @@ class ChainNetwork(Protocol):
         ...
 
 
-KEPT_ROWS = 64
-"""Rows of a sequence that wait for a proposal. After a longer pause the older ones are lost to the drafter."""
-
-
-class _Memory:
-    """What a drafter keeps of each slot outside the pages; one place more than slots takes rows that are nobody's.
-
-    sources: [S + 1, KEPT_ROWS, N] rows that were committed but not run, at position modulo KEPT_ROWS; done: [S + 1]
-    int64 rows that were run or were in the cache before, -1 for a new sequence; valid_from: [S + 1] int64 first row
-    behind the last gap; hidden: [S + 1, D] output of the newest row; position: [S + 1] int64 its place, -1 for none.
-    """
-
-    def __init__(self, num_slots: int, network: ChainNetwork, placement: tuple[torch.device, torch.dtype]) -> None:
-        device, dtype = placement
-        self.nobody = num_slots
-        self.sources = torch.zeros(num_slots + 1, KEPT_ROWS, network.source_size, device=device, dtype=dtype)
-        self.hidden = torch.zeros(num_slots + 1, network.hidden_size, device=device, dtype=dtype)
-        self.position = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-        self.done = self.position.clone()
-        self.valid_from = torch.zeros_like(self.position)
-
-    def forget(self, slot: int) -> None:
-        """The slot was given to another sequence."""
-        self.position[slot] = -1
-        self.done[slot] = -1
-        self.valid_from[slot] = 0
-
-    def keep_newest(self, slots: Tensor, newest: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Remember the output of rows that are the newest of their slot. newest: [R] bool."""
-        place = torch.where(newest, slots, self.nobody)
-        self.hidden[place] = hidden.to(self.hidden.dtype)
-        self.position[place] = positions
-
-
 class ChainDrafter:
     """Meets `Drafter`. `observe` only stores the rows of verify steps, which costs next to nothing while another method
     drafts; `propose` runs what has waited, at most 16 rows, before it goes on. A slot that is not caught up waits.
@@ -104,19 +70,22 @@ class ChainDrafter:
         self.cache_spec = cache_spec
         self._network = network
         self._drawer = drawer
-        self._memory = _Memory(num_slots, network, placement)
+        self._waiting = WaitingRows(num_slots, network.source_size, placement)
+        # Output of each slot's newest row and its position; one place more takes rows that are not the newest.
+        self._hidden = torch.zeros(num_slots + 1, network.hidden_size, device=placement[0], dtype=placement[1])
+        self._position = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=placement[0])
 
     @torch.inference_mode()
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """Catch up, then go on from the newest row, one token a round for all slots."""
-        memory, num_slots = self._memory, state.lengths.shape[0]
+        num_slots = state.lengths.shape[0]
         tokens: list[Tensor] = []
         logits: list[Tensor] = []
         if depths.max_depth:
             self._catch_up(depths, state, cache)
-        ready = (memory.position[:num_slots] == state.lengths - 2) & (state.lengths >= 2)
-        hidden = memory.hidden[:num_slots]
-        rounds = _Rounds.of(state, torch.where(ready, depths.depths, 0), depths, cache, memory.valid_from[:num_slots])
+        ready = (self._position[:num_slots] == state.lengths - 2) & (state.lengths >= 2)
+        hidden = self._hidden[:num_slots]
+        rounds = _Rounds.of(state, torch.where(ready, depths.depths, 0), depths, cache, self._waiting.valid_from)
         for column in range(min(depths.max_depth, self.max_depth)):
             if column:
                 hidden = self._network.run(tokens[-1], hidden, rounds.step(column))
@@ -129,49 +98,36 @@ class ChainDrafter:
     @torch.inference_mode()
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Run the rows of a prompt at once; store the committed rows of a verify step."""
-        memory, source = self._memory, self._network.source(forward)
-        slots = rows.slots.clamp(min=0)
-        following = rows.positions + 1
-        committed = (rows.slots >= 0) & (following < state.lengths[slots])
-        place = torch.where(committed, slots, memory.nobody)
+        source = self._network.source(forward)
         if rows.kind == "verify":
-            memory.sources[place, rows.positions % KEPT_ROWS] = source.to(memory.sources.dtype)
-            # What lies before the first window of a sequence was in the cache already.
-            done = memory.done[: rows.window_rows.shape[0]]
-            first = rows.positions[rows.window_starts.clamp(max=rows.positions.shape[0] - 1)]
-            done.copy_(torch.where((done < 0) & (rows.window_rows > 0), first, done))
+            self._waiting.store(rows, source, state)
             return
-        token_ids = state.history[slots, following.clamp(max=state.history.shape[1] - 1)]
-        step = LayerStep.of(replace(rows, slots=torch.where(committed, rows.slots, -1)), cache)
-        hidden = self._network.run(token_ids, self._network.first_hidden(source), step)
-        memory.keep_newest(slots, committed & (following == state.lengths[slots] - 1), rows.positions, hidden)
-        memory.done.scatter_reduce_(0, place, following, "amax")
+        kept = replace(rows, slots=torch.where(self._waiting.committed(rows, state), rows.slots, -1))
+        self._run(LayerStep.of(kept, cache), source, state)
+        self._waiting.mark_run(rows, state)
 
     def forget(self, slot: int) -> None:
         """What is kept belongs to another text."""
-        self._memory.forget(slot)
+        self._position[slot] = -1
+        self._waiting.forget(slot)
 
     def _catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
-        """Run rows that wait, oldest first, of the slots that are drafted for."""
-        memory, num_slots = self._memory, state.lengths.shape[0]
-        done, ends = memory.done[:num_slots], state.lengths - 1
-        begin = torch.maximum(done, ends - KEPT_ROWS)
-        valid_from = memory.valid_from[:num_slots]
-        valid_from.copy_(torch.where((done >= 0) & (begin > done), begin, valid_from))
-        block = Block.of(torch.where((depths.depths > 0) & (done >= 0), (ends - begin).clamp(min=0), 0), MAX_PASS_ROWS)
-        slots = block.slots.clamp(min=0)
-        positions = (begin[slots] + block.offsets).clamp(min=0)
-        token_ids = state.history[slots, (positions + 1).clamp(max=state.history.shape[1] - 1)]
-        bound = max(depths.length_bounds, default=1)
-        rounds = _Rounds.of(state, depths.depths, depths, cache, valid_from)
-        rows = replace(rounds.rows, positions=positions, slots=block.slots, token_ids=token_ids)
-        paging = Paging(state.block_tables, block.slots, bound + 1)
-        step = LayerStep(rows, cache, paging, valid_from[slots], positions + 1)
-        hidden = self._network.run(
-            token_ids, self._network.first_hidden(memory.sources[slots, positions % KEPT_ROWS]), step
-        )
-        memory.keep_newest(slots, (block.slots >= 0) & (positions == ends[slots] - 1), positions, hidden)
-        done.copy_(torch.where(block.counts > 0, begin + block.counts, done))
+        """Run rows that wait, oldest first."""
+        taken = self._waiting.take(depths, state)
+        rounds = _Rounds.of(state, depths.depths, depths, cache, self._waiting.valid_from)
+        rows = replace(rounds.rows, positions=taken.positions, slots=taken.slots)
+        paging = Paging(rows.block_tables, rows.slots, rows.max_position_bound + 1)
+        self._run(LayerStep(rows, cache, paging, taken.key_begin, taken.positions + 1), taken.sources, state)
+
+    def _run(self, step: LayerStep, source: Tensor, state: SequenceState) -> None:
+        """Run rows with the target's hiddens and keep the output of each slot's newest."""
+        slots, following = step.rows.slots.clamp(min=0), step.rows.positions + 1
+        token_ids = state.history[slots, following.clamp(max=state.history.shape[1] - 1)]
+        hidden = self._network.run(token_ids, self._network.first_hidden(source), step)
+        newest = (step.rows.slots >= 0) & (following == state.lengths[slots] - 1)
+        place = torch.where(newest, slots, self._position.shape[0] - 1)
+        self._hidden[place] = hidden.to(self._hidden.dtype)
+        self._position[place] = step.rows.positions
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._block_backbone import Block, BlockBackbone
+from localspec.drafters._block_backbone import BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
 from localspec.drafters._drawing import Candidates, Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint
+from localspec.drafters._waiting import Block
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
 from localspec.kernels.ops import Ops
@@ -85,6 +86,7 @@ class DFlashDrafter:
         count = min(depths.max_depth, self.max_depth)
         if not count:
             return finished_draft([], [], state.lengths > 0, depths, self.origins)
+        ready = self._backbone.catch_up(depths, state, cache)
         block = self._backbone.block(depths, extra_rows=1)
         hidden = self._backbone.run(block, depths, state, cache)
         logits = self._backbone.logits(hidden)  # [R, n]
@@ -98,14 +100,15 @@ class DFlashDrafter:
             found = self._drawer.candidates(logits, self._selector.num_candidates)
             tokens, scores = self._walk(self._selector, block, found, hidden, (count, asked))
         allowed = Depths(torch.minimum(depths.depths, block.counts - 1), depths.max_depth, (), ())
-        return finished_draft(tokens, scores, state.lengths > 0, allowed, self.origins)
+        return finished_draft(tokens, scores, ready, allowed, self.origins)
 
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Keep keys and values of the committed rows."""
         self._backbone.observe(rows, forward, state, cache)
 
     def forget(self, slot: int) -> None:
-        """Nothing is kept outside the pages."""
+        """What waits belongs to another text."""
+        self._backbone.forget(slot)
 
     def _walk(
         self, selector: Selector, block: Block, found: Candidates, hidden: Tensor, drafts: tuple[int, DrawnRows]
@@ -131,7 +134,7 @@ def make(
     shape: BlockShape, selector: SelectorShape, setup: DrafterSetup, checkpoint: Checkpoint, greedy: bool = False
 ) -> Drafter:
     """The drafter from its checkpoint. Raises ValueError naming tensors that are missing, misshapen or left over."""
-    backbone = BlockBackbone(shape, setup.model, setup.ops, checkpoint)
+    backbone = BlockBackbone(shape, setup.model, setup.ops, checkpoint, setup.num_slots)
     chosen = Selector(selector, setup.model, setup.ops, checkpoint, backbone.prefix) if selector.rank else None
     checkpoint.finish(backbone.shared_names)
     return DFlashDrafter(backbone, chosen, Drawer(backbone.id_map, greedy), checkpoint.fingerprint)

@@ -17,11 +17,12 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._block_backbone import Block, BlockBackbone
+from localspec.drafters._block_backbone import BlockBackbone
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
 from localspec.drafters._drawing import NUM_CANDIDATES, Candidates, Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint
+from localspec.drafters._waiting import Block
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
 from localspec.kernels.ops import Ops
@@ -139,9 +140,9 @@ class DSparkDrafter:
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """One pass of the backbone, then the head from left to right."""
         count = min(depths.max_depth, self.max_depth)
-        ready = state.lengths > 0
         if not count:
-            return finished_draft([], [], ready, depths, self.origins)
+            return finished_draft([], [], state.lengths > 0, depths, self.origins)
+        ready = self._backbone.catch_up(depths, state, cache)
         block = self._backbone.block(depths, extra_rows=self._first_row)
         hidden = self._backbone.run(block, depths, state, cache)
         tokens, scores = self._walk(block, hidden, count, (state, depths.sampled))
@@ -153,7 +154,8 @@ class DSparkDrafter:
         self._backbone.observe(rows, forward, state, cache)
 
     def forget(self, slot: int) -> None:
-        """Nothing is kept outside the pages."""
+        """What waits belongs to another text."""
+        self._backbone.forget(slot)
 
     def _walk(
         self, block: Block, hidden: Tensor, count: int, asked: tuple[SequenceState, bool]
@@ -190,7 +192,7 @@ def make(
     shape: BlockShape, head: HeadShape, setup: DrafterSetup, checkpoint: Checkpoint, greedy: bool = False
 ) -> Drafter:
     """The drafter from its checkpoint. Raises ValueError naming tensors that are missing, misshapen or left over."""
-    backbone = BlockBackbone(shape, setup.model, setup.ops, checkpoint)
+    backbone = BlockBackbone(shape, setup.model, setup.ops, checkpoint, setup.num_slots)
     sequential = SequentialHead(head, backbone, setup.ops, checkpoint)
     unused = () if head.confidence else (f"{backbone.prefix}confidence_head.",)
     checkpoint.finish((*backbone.shared_names, *unused))

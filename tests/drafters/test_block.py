@@ -14,9 +14,10 @@ from localspec.drafters import Drafter, dflash, dspark
 from localspec.drafters._block_shape import BlockConfig, BlockShape, LayerView, read_block_shape
 from localspec.drafters._block_tiny import tiny_block_names, tiny_block_shape
 from localspec.drafters._tiny import RandomCheckpoint
+from localspec.drafters._waiting import KEPT_ROWS
 from localspec.models import Model
 from tests.drafters.float64 import Weights, attend, gated_mlp, project, rms, rope
-from tests.drafters.session import Session, layer_outputs_of, random_target, setup_for
+from tests.drafters.session import Session, fixed_draft, layer_outputs_of, random_target, setup_for
 
 pytestmark = pytest.mark.torch
 
@@ -129,6 +130,30 @@ def test_dflash_drafts_are_those_of_the_formulas(model: Model, views: str, conv_
             law = base_logits(model, hidden, shape).softmax(-1)
             assert draft.token_ids[slot, :depth].tolist() == law.argmax(-1).tolist()
             torch.testing.assert_close(draft.confidence[slot, :depth].double(), law.amax(-1), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("pause", [40, 90])
+def test_dflash_after_a_pause(model: Model, pause: int) -> None:
+    """It waits until the stored rows are run; what was not stored is seen by nobody."""
+    shape = tiny_block_shape(model)
+    checkpoint = RandomCheckpoint(tiny_block_names(shape), seed=2)
+    session = Session(model, dflash.make(shape, dflash.SelectorShape(), setup_for(model), checkpoint))
+    session.start(0, list(range(3, 60)))
+    session.step([2])
+    session.propose([2])
+    for _ in range(pause):
+        session.verify(fixed_draft([[]], 0))
+    for _ in range(-(-min(pause, KEPT_ROWS) // 16) - 1):
+        assert session.propose([5]).num_drafts[0] == 0
+    draft = session.propose([5])
+    text = texts_of(session)[0]
+    first = len(text) - 1 - KEPT_ROWS if pause > KEPT_ROWS else 0
+    outputs = layer_outputs_of(model, text[:-1], shape.layer_outputs)
+    ids = torch.tensor([text[-1]] + [shape.mask_token_id] * 5)
+    hidden = block(
+        {layer: rows[first:] for layer, rows in outputs.items()}, model.embed(ids).double(), checkpoint.tensors, shape
+    )
+    assert draft.token_ids[0].tolist() == base_logits(model, hidden[1:], shape).argmax(-1).tolist()
 
 
 def test_dflash2_walks_through_the_candidates(model: Model) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from localspec.api.types import Sampling
 from localspec.core.records import MAX_SLOTS, HiddenNeeds
 from localspec.drafters import mtp
-from localspec.drafters._chain import KEPT_ROWS
 from localspec.drafters._tiny import RandomCheckpoint
+from localspec.drafters._waiting import KEPT_ROWS
 from localspec.models import Model, architecture
 from tests.drafters.float64 import Weights, attend, gated_mlp, project, rms, rope
 from tests.drafters.session import Session, fixed_draft, random_target, setup_for
