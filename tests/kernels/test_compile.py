@@ -71,7 +71,8 @@ CASES = (
         "gdn",
         "gdn_prepare_kernel",
         _PROJECTED | _WINDOW,
-        {**HEADS, **_STEP, "TAPS": 4, "EPS": 1e-6},
+        {**HEADS, **_STEP, "EPS": 1e-6, "PART": 4},
+        1,
         by_target=_DEPENDENT,
     ),
     Case(
