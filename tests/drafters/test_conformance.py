@@ -188,3 +188,24 @@ def test_in_front_of_another_drafter_it_says_no_more(session: Session) -> None:
     assert (first.num_drafts <= alone.num_drafts).all()
     inside = torch.arange(3) < first.num_drafts[:, None]
     assert torch.equal(first.token_ids[inside], alone.token_ids[inside])
+
+
+def test_a_refusal_at_every_place_of_the_widest_window(session: Session) -> None:
+    """Fifteen drafts that are right up to some place; between such steps the drafter is asked as well."""
+    plain = Session(session.model, tiny_drafter("off", session.model))
+    law = Sampling(temperature=2.5, seed=4)
+    for each in (plain, session):
+        each.start(1, prompts()[0], law)
+    for _ in range(90):
+        plain.step([0, 0])
+    truth = plain.answer(1)
+    for right in (0, 1, 2, 5, 9, 14, 15):
+        done = len(session.answer(1))
+        drafts = truth[done : done + 15]
+        if right < 15:
+            drafts[right] = (drafts[right] + 1) % 120
+        result = session.verify(fixed_draft([[], drafts], 15))
+        assert result.num_accepted[1] == right and result.num_emitted[1] == right + 1
+        session.step([0, 2])
+    length = len(session.answer(1))
+    assert length > 50 and session.answer(1) == truth[:length]
