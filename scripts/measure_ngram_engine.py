@@ -32,13 +32,16 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from localspec.api.types import Delta, Done, GenerateRequest, Message
 from localspec.core.records import MAX_SLOTS, Forward, Rows
 from localspec.core.state import SequenceState
 from localspec.drafters import Depths, Drafter, NgramTableHandle
 from localspec.drafters._ngram_policy import NgramPolicy
 from localspec.drafters.ngram import NgramDrafter, NgramOptions
 from localspec.drafters.ngram_disk import NgramDiskDrafter
+from localspec.engine.build import EngineOptions, ModelPlace
 from localspec.engine.drafting import NO_CACHE
+from localspec.engine.engine import LocalEngine
 from localspec.hub.corpus import find_files, read_texts, tokenizer_fingerprint
 from localspec.hub.ngram_sync import SyncOptions, TableSync
 from localspec.runner.slots import make_state
@@ -137,7 +140,9 @@ def replay(drafters: Sequence[Drafter], documents: Sequence[Sequence[int]], dept
             times_us.append((time.perf_counter() - begun_s) * 1e6)
             _settle(table)
             came = document[length : length + len(tokens) + 1]
-            accepted = next((at for at, token in enumerate(tokens) if at >= len(came) or token != came[at]), len(tokens))
+            accepted = next(
+                (at for at, token in enumerate(tokens) if at >= len(came) or token != came[at]), len(tokens)
+            )
             accepted = min(accepted, len(came) - 1)
             _observe(drafters, state, document, length, tokens, accepted)
             steps += 1
@@ -182,7 +187,12 @@ def _propose(drafters: Sequence[Drafter], state: SequenceState, length: int, dep
 
 
 def _observe(
-    drafters: Sequence[Drafter], state: SequenceState, document: Sequence[int], length: int, tokens: list[int], right: int
+    drafters: Sequence[Drafter],
+    state: SequenceState,
+    document: Sequence[int],
+    length: int,
+    tokens: list[int],
+    right: int,
 ) -> None:
     state.lengths[0] = length + right + 1
     rows = _rows("verify", state, [document[length - 1], *tokens], length - 1)
@@ -234,7 +244,12 @@ def measure_replay(paths: Sequence[Path], model: Path, held_tokens: int, depth: 
     kept, held = split(paths, tokenizer, held_tokens)
     print(f"{sum(map(len, kept)):,} tokens in the table, {sum(map(len, held)):,} held out in {len(held)} files")
     fingerprint = tokenizer_fingerprint(model)
-    found: dict[str, Any] = {"table_tokens": sum(map(len, kept)), "held_tokens": sum(map(len, held)), "depth": depth, "order": order}
+    found: dict[str, Any] = {
+        "table_tokens": sum(map(len, kept)),
+        "held_tokens": sum(map(len, held)),
+        "depth": depth,
+        "order": order,
+    }
     with tempfile.TemporaryDirectory() as folder, AsyncReader() as reader:
         with RunBuilder(Path(folder), fingerprint, order=order) as builder:
             for ids in kept:
@@ -271,6 +286,103 @@ def measure_replay(paths: Sequence[Path], model: Path, held_tokens: int, depth: 
     return found
 
 
+PROMPTS = {
+    "code, as the library wrote it": (True, "library"),
+    "code of this repository": (True, "repository"),
+    "unit test for a function": (
+        False, "Write a Python unittest.TestCase with three tests for a function add(a, b). Reply with code only."
+    ),
+    "argparse script": (False, "Write a Python script with argparse that counts the lines of a file. Code only."),
+    "prose": (False, "Explain in a paragraph why the sky is blue."),
+    "list": (False, "Name ten fruits, one a line."),
+}  # fmt: skip
+METHODS = ("off", "ngram", "ngram_disk", "ngram_disk+ngram", "auto")
+
+
+async def measure_model(paths: Sequence[Path], model: Path, max_tokens: int) -> dict[str, Any]:
+    """Answers of the demo model, greedy: every method must give the same tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = TableSync(Path(folder) / "tree", model, SyncOptions()).run(paths, lambda progress: None)
+        print(f"table of {report.table.tokens:,} tokens in {report.table.table_bytes / 1e6:.0f} MB")
+        rows: dict[str, Any] = {"table_tokens": report.table.tokens}
+        engine = await _engine(model, Path(folder), learn=True)
+        try:
+            for name, (raw, text) in PROMPTS.items():
+                rows[name] = await _answers(engine, _code(text, paths) if raw else text, raw, max_tokens)
+                _print_answers(name, rows[name])
+            rows["storage"] = dict(engine.metrics().storage)
+        finally:
+            await engine.aclose()
+        # Closing wrote the answers to the user's own table.
+        engine = await _engine(model, Path(folder), learn=False)
+        try:
+            name = "unit test for a function"
+            rows["asked again"] = await _answers(engine, PROMPTS[name][1], False, max_tokens)
+            _print_answers("asked again", rows["asked again"])
+        finally:
+            await engine.aclose()
+    return rows
+
+
+async def _engine(model: Path, tables: Path, learn: bool) -> LocalEngine:
+    place = ModelPlace(model.name, model, model.name)
+    options = EngineOptions(device="cpu", context_tokens=2048, ngram_dir=tables, ngram_learn=learn)
+    engine = LocalEngine(lambda model_id, show: place, options)
+    engine.start(model.name)
+    await engine.wait_ready()
+    return engine
+
+
+def _print_answers(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    for method, row in rows.items():
+        print(f"{name:32} {method:18} " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+
+
+def _code(name: str, paths: Sequence[Path]) -> str:
+    """The middle of a file of the library, or of this repository."""
+    path = paths[0] / "argparse.py" if name == "library" else Path(__file__).parent.parent / "localspec" / "config.py"
+    return path.read_text(encoding="utf-8")[1500:3000]
+
+
+async def _answers(engine: LocalEngine, text: str, raw: bool, max_tokens: int) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    plain_ids: tuple[int, ...] = ()
+    for method in METHODS:
+        request = GenerateRequest(
+            messages=() if raw else (Message("user", text),),
+            prompt=text if raw else None,
+            max_tokens=max_tokens,
+            drafter=method,
+        )
+        ids: list[int] = []
+        table_chars = chars = 0
+        before = engine.metrics().storage
+        async for event in engine.generate(request):
+            if isinstance(event, Delta):
+                ids.extend(event.token_ids)
+                chars += sum(span.n_chars for span in event.spans)
+                table_chars += sum(span.n_chars for span in event.spans if span.origin.startswith("table:"))
+            elif isinstance(event, Done):
+                timings = event.timings
+        if method == "off":
+            plain_ids, plain_rate = tuple(ids), timings.tok_per_s
+        assert tuple(ids) == plain_ids, f"{method} changed the answer"
+        after = engine.metrics().storage
+        rows[method] = {
+            "tokens": len(ids),
+            "steps": timings.verify_steps,
+            "drafted": timings.draft_n,
+            "accepted": timings.draft_n_accepted,
+            "lookups": int(after["ngram_lookups"] - before["ngram_lookups"]),
+            "hits": int(after["ngram_hits"] - before["ngram_hits"]),
+            "table_chars_share": round(table_chars / max(chars, 1), 3),
+            "draft_ms_per_step": round(timings.draft_ms / max(timings.verify_steps, 1), 3),
+            "tok_per_s": round(timings.tok_per_s, 1),
+            "speedup": round(timings.tok_per_s / plain_rate, 2) if plain_rate else None,
+        }
+    return rows
+
+
 def _print(name: str, row: dict[str, float]) -> None:
     print(
         f"{name:44} {row['tokens_per_step']:.3f} tokens/step  {row['drafted_per_step']:.2f} drafted  "
@@ -286,7 +398,12 @@ def main() -> int:
     parser.add_argument("--held-tokens", type=int, default=40_000)
     parser.add_argument("--depth", type=int, default=15)
     parser.add_argument("--order", type=int, default=8)
+    parser.add_argument("--model", action="store_true", help="answer prompts with the demo model instead")
+    parser.add_argument("--max-tokens", type=int, default=96)
     given = parser.parse_args()
+    if given.model:
+        print(json.dumps(asyncio.run(measure_model(given.paths, given.folder, given.max_tokens))))
+        return 0
     torch.set_num_threads(1)
     print(json.dumps(measure_replay(given.paths, given.folder, given.held_tokens, given.depth, given.order)))
     return 0

@@ -181,16 +181,21 @@ class DeviceNgramDrafter:
         levels = [[policy.allowed(length) for length in (order, *TAG_TOKENS)] for order in self._orders]
         self._lengths = torch.tensor(levels, dtype=torch.int64, device=device)  # [orders, 3]
         self._speaks = torch.ones(len(handles), 3, dtype=torch.int64, device=device)
-        self._multipliers = torch.tensor([_signed(m) for m in MULTIPLIERS], dtype=torch.int64, device=device)
+        # Columns: both tags, then the prefix of each order; a distance outside a hash's reach weighs nothing.
+        reaches = [range(tokens) for tokens in TAG_TOKENS] + [range(1, order) for order in self._orders]
+        weights = [[_signed(m) if at in reach else 0 for reach in reaches] for at, m in enumerate(MULTIPLIERS)]
+        self._weights = torch.tensor(weights, dtype=torch.int64, device=device)  # [16, 2 + orders]
         self._feed = NgramFeed(self)
 
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """The best record for each slot's last tokens that lies in the device's table now."""
         tail, known = self._tail(state)
-        tags = [self._tag(tail, known, tokens) for tokens in TAG_TOKENS]
-        best, allowed = self._probe(0, tail, known, tags)
+        # All hashes in one go: a step's time is the number of operations here, not their size.
+        hashes = mix_tensor((tail[:, :, None] * self._weights).sum(dim=1))  # [S, 2 + orders]
+        tags = [self._tag(hashes[:, at], known, tokens) for at, tokens in enumerate(TAG_TOKENS)]
+        best, allowed = self._probe(0, hashes, tail[:, 0] - 1, known, tags)
         for index in range(1, len(self._orders)):
-            other, other_allowed = self._probe(index, tail, known, tags)
+            other, other_allowed = self._probe(index, hashes, tail[:, 0] - 1, known, tags)
             better = other.score > best.score
             best = _Probe(
                 torch.where(better[:, None], other.record, best.record),
@@ -233,16 +238,15 @@ class DeviceNgramDrafter:
         tokens = state.history.gather(1, place.clamp(min=0)) + 1
         return torch.where(place >= 0, tokens, 0), state.lengths
 
-    def _tag(self, tail: Tensor, known: Tensor, tokens: int) -> Tensor:
+    def _tag(self, hashed: Tensor, known: Tensor, tokens: int) -> Tensor:
         """[S] int64 tag over the last tokens; -1 where there are fewer, which no record has."""
-        total = (tail[:, :tokens] * self._multipliers[:tokens]).sum(dim=1)
-        tag = ((mix_tensor(total) >> 48) & 0xFFFF).clamp(min=1)
-        return torch.where(known >= tokens, tag, -1)
+        return torch.where(known >= tokens, ((hashed >> 48) & 0xFFFF).clamp(min=1), -1)
 
-    def _probe(self, index: int, tail: Tensor, known: Tensor, tags: list[Tensor]) -> tuple[_Probe, Tensor]:
-        order = self._orders[index]
-        prefix = mix_tensor((tail[:, 1:order] * self._multipliers[1:order]).sum(dim=1))  # [S]
-        last = tail[:, 0] - 1
+    def _probe(
+        self, index: int, hashes: Tensor, last: Tensor, known: Tensor, tags: list[Tensor]
+    ) -> tuple[_Probe, Tensor]:
+        """Look into the buckets of one order. hashes: [S, 2 + orders]; last: [S] last tokens; known: [S] lengths."""
+        order, prefix = self._orders[index], hashes[:, len(TAG_TOKENS) + index]
         bucket = _bucket_tensor(prefix, last)
         found = self.table.words.view(NUM_BUCKETS, BUCKET_RECORDS, _WORDS)[bucket]  # [S, 8, 8] int64
         key = ((prefix >> 32) & 0xFFFFFFFF) | (prefix << 32)
@@ -256,7 +260,7 @@ class DeviceNgramDrafter:
         score = (level << 32) | (share << 16) | ((third >> 32) & 0xFFFF)
         score = torch.where(here, score, -1)
         best = score.argmax(dim=1)
-        slots = torch.arange(tail.shape[0], device=self._device)
+        slots = torch.arange(last.shape[0], device=self._device)
         record, level = found[slots, best], level[slots, best]
         sure = ((record[:, 1] >> 56) & 0xFF) >= int(self._policy.unsure_share * FULL_SHARE)
         allowed = self._lengths[index][level]
