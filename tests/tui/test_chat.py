@@ -253,6 +253,17 @@ async def test_panel_form_can_be_chosen(tmp_path: Path) -> None:
         assert seen == [("full", True), ("strip", False), ("off", False), ("auto", False)]
 
 
+async def test_panel_form_and_theme_are_kept(tmp_path: Path) -> None:
+    async with started(scripted("a"), tmp_path, NARROW) as (app, pilot):
+        await pilot.press("ctrl+b", "ctrl+b", "ctrl+b")
+        app.theme = "textual-light"
+        await pilot.pause()
+        assert not app.chat.transcript.look.renderer.dark
+    async with started(scripted("a"), tmp_path, NARROW) as (app, pilot):
+        await until(lambda: app.chat.panel_form == "off" and app.theme == "textual-light")
+        assert not app.chat.query_one("#strip").display
+
+
 async def test_long_chat_is_pruned_from_view_only(tmp_path: Path) -> None:
     store = open_store(tmp_path / "chats.sqlite3")
     chat, parent = store.create(NewChat("Long")), None

@@ -10,6 +10,7 @@ from pathlib import Path
 from textual import events, work
 from textual.app import ComposeResult
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import Footer, Label, TextArea
 
 from localspec.api.types import EngineError
@@ -76,7 +77,7 @@ class ChatScreen(Screen[None]):
         self.answering.mount()
         self.set_interval(SAMPLE_INTERVAL_S, self.sample)
         self._follow_theme()
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._follow_theme())
+        self.app.theme_changed_signal.subscribe(self, self._theme_changed)
         self.prompt.focus()
         await self._try(self._start())
         self.sample()
@@ -194,6 +195,7 @@ class ChatScreen(Screen[None]):
 
     def action_cycle_panel(self) -> None:
         self.panel_form = PANEL_FORMS[(PANEL_FORMS.index(self.panel_form) + 1) % len(PANEL_FORMS)]
+        self._remember("panel", self.panel_form)
         self._arrange(self.size.width, self.size.height)
 
     def action_help(self) -> None:
@@ -318,6 +320,11 @@ class ChatScreen(Screen[None]):
             self.tell(notice, error=True)
         self.prompt.put(await talk.draft())
         await self.shown()
+        form, theme = await talk.durable.run(lambda s: (s.note("panel", "auto"), s.note("theme")))
+        self.panel_form = form if form in PANEL_FORMS else "auto"
+        self._arrange(self.size.width, self.size.height)
+        if theme in self.app.available_themes:
+            self.app.theme = theme
 
     async def _send(self, text: str) -> None:
         await self.conversation.say(text)
@@ -347,6 +354,14 @@ class ChatScreen(Screen[None]):
 
     def _follow_theme(self) -> None:
         self.transcript.set_look(dark=self.app.current_theme.dark)
+
+    def _theme_changed(self, theme: Theme) -> None:
+        self._follow_theme()
+        self._remember("theme", theme.name)
+
+    def _remember(self, name: str, value: str) -> None:
+        if not self.conversation.private:
+            self.conversation.durable.submit(lambda s: s.remember(name, value))
 
     async def _try(self, work: Awaitable[None]) -> None:
         try:
