@@ -71,8 +71,7 @@ CASES = (
         "gdn",
         "gdn_prepare_kernel",
         _PROJECTED | _WINDOW,
-        {**HEADS, **_STEP, "EPS": 1e-6, "PART": 4},
-        1,
+        {**HEADS, **_STEP, "TAPS": 4, "EPS": 1e-6},
         by_target=_DEPENDENT,
     ),
     Case(

@@ -23,7 +23,6 @@ from localspec.kernels.triton.cards import dependent_launch
 
 L2_EPS = 1e-6
 KEY_INNER = 16
-RECORDS_AT_ONCE = 4
 VALUE_BLOCK = 32
 """Values of a head that one block holds: four blocks a head fill a card better than one."""
 
@@ -99,63 +98,37 @@ def fold_rows(
 
 
 @triton.jit
-def move_records(ring_ptr, old_ptr, offsets, stride, pending, PART: tl.constexpr):
-    """Copy the first `pending` records, PART at a time. offsets: [D] of record 0; stride: between records."""
-    rows = tl.arange(0, PART)
-    for first in range(0, pending, PART):
-        places = ((first + rows) * stride)[:, None] + offsets[None, :]
-        waiting = (first + rows < pending)[:, None]
-        tl.store(old_ptr + places, tl.load(ring_ptr + places, mask=waiting, other=0.0), mask=waiting)
+def kept_columns(conv_ptr, channels, begin, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The TAPS - 1 conv columns of a slot from `begin` on -> [TAPS padded, D]."""
+    keep = tl.arange(0, triton.next_power_of_2(TAPS))
+    kept = (keep < TAPS - 1)[:, None]
+    return tl.load(conv_ptr + channels[None, :] * COLUMNS + (begin + keep)[:, None], mask=kept, other=0.0)
 
 
 @triton.jit
-def prepare_head(
-    qkv_ptr, conv_ptr, weight_ptr, out_ptr, channels, offsets, scale, count, pending, qkv_stride, out_stride,
-    COLUMNS: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+def store_columns(
+    qkv_ptr, conv_ptr, history, channels, rows, count, qkv_stride, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Conv of 4 taps, SiLU and maybe l2 norm of one head, row after row -> out_ptr [rows, out_stride] at `offsets`.
-
-    A row costs one load, one ahead of its use, so a window of one row costs little. The conv columns move on: the
-    3 kept ones to the front, the window behind them.
-    """
-    columns = conv_ptr + channels * COLUMNS
-    kept0 = tl.load(columns + pending)
-    kept1 = tl.load(columns + pending + 1)
-    kept2 = tl.load(columns + pending + 2)
-    current = tl.load(qkv_ptr + channels)
-    weight0 = tl.load(weight_ptr + channels * 4).to(tl.float32)
-    weight1 = tl.load(weight_ptr + channels * 4 + 1).to(tl.float32)
-    weight2 = tl.load(weight_ptr + channels * 4 + 2).to(tl.float32)
-    weight3 = tl.load(weight_ptr + channels * 4 + 3).to(tl.float32)
-    # Every thread must have read the kept columns before any is overwritten.
-    tl.debug_barrier()
-    tl.store(columns, kept0)
-    tl.store(columns + 1, kept1)
-    tl.store(columns + 2, kept2)
-    tap0, tap1, tap2 = kept0.to(tl.float32), kept1.to(tl.float32), kept2.to(tl.float32)
-    for row in range(count):
-        upcoming = tl.load(qkv_ptr + tl.minimum(row + 1, count - 1).to(tl.int64) * qkv_stride + channels)
-        tap3 = current.to(tl.float32)
-        total = tap0 * weight0 + tap1 * weight1 + tap2 * weight2 + tap3 * weight3
-        mixed = total / (1.0 + tl.exp(-total))
-        if NORM:
-            mixed = mixed * (tl.rsqrt(tl.sum(mixed * mixed, axis=0) + EPS) * scale)
-        tl.store(out_ptr + row * out_stride + offsets, mixed)
-        tl.store(columns + 3 + row, current.to(conv_ptr.dtype.element_ty))
-        tap0, tap1, tap2, current = tap1, tap2, tap3, upcoming
+    """Put the kept columns to the front of a slot's conv columns and the window behind them."""
+    keep = tl.arange(0, triton.next_power_of_2(TAPS))
+    target = conv_ptr + channels[None, :] * COLUMNS
+    tl.store(target + keep[:, None], history, mask=(keep < TAPS - 1)[:, None])
+    inside = (rows < count)[:, None]
+    window = tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * qkv_stride + channels[None, :], mask=inside, other=0.0)
+    tl.store(target + (TAPS - 1 + rows)[:, None], window.to(conv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gdn_prepare_kernel(
     qkv_ptr, a_ptr, b_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, ring_k_ptr, ring_decay_ptr, starts_ptr,
     counts_ptr, pending_ptr, q_ptr, v_ptr, beta_ptr, old_k_ptr, old_decay_ptr, qkv_stride, a_stride, b_stride,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, EPS: tl.constexpr,
-    PART: tl.constexpr, PDL: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (2 * HK + HV, S): a query, key or value head of a slot.
 
     Writes q_ptr [R, HK, DK], v_ptr [R, HV, DV], beta_ptr [R, HV] float32 and the rings; what was pending moves to
-    old_k_ptr, old_decay_ptr, shaped as the rings. Records move PART at a time.
+    old_k_ptr, old_decay_ptr, shaped as the rings. Reads of what is overwritten precede the one barrier.
     """
     if PDL:
         gdc_wait()
@@ -166,56 +139,46 @@ def gdn_prepare_kernel(
     pending = tl.load(pending_ptr + slot).to(tl.int32)
     if count == 0:
         return
-    COLUMNS: tl.constexpr = 3 + RING
+    COLUMNS: tl.constexpr = TAPS - 1 + RING
+    rows = tl.arange(0, RING)
+    inside, waiting = rows < count, rows < pending
     conv = conv_ptr + slot * ((2 * HK * DK + HV * DV) * COLUMNS)
     qkv = qkv_ptr + start * qkv_stride
     if head < 2 * HK:
         key_channels = head * DK + tl.arange(0, DK)
-        key_offsets = (head % HK) * DK + tl.arange(0, DK)
-        ring = ring_k_ptr + slot * (RING * HK * DK)
-        out = q_ptr + start * (HK * DK)
-        scale = 1.0 / tl.sqrt(DK * 1.0)
+        key_history = kept_columns(conv, key_channels, pending, TAPS, COLUMNS)
+        ring = (slot * RING + rows)[:, None] * (HK * DK) + ((head % HK) * DK + tl.arange(0, DK))[None, :]
+        old = tl.load(ring_k_ptr + ring, mask=waiting[:, None] & (head >= HK), other=0.0)
+        mixed = convolve(
+            qkv, conv, conv_weight_ptr, key_channels, rows, count, pending, qkv_stride, TAPS, COLUMNS, True
+        )
+        mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=1) + EPS)[:, None]
+        tl.debug_barrier()
         if head >= HK:
-            move_records(ring, old_k_ptr + slot * (RING * HK * DK), key_offsets, HK * DK, pending, PART)
-            out = ring
-            scale = 1.0
-        prepare_head(
-            qkv, conv, conv_weight_ptr, out, key_channels, key_offsets, scale, count, pending, qkv_stride, HK * DK,
-            COLUMNS, EPS, True,
-        )  # fmt: skip
+            tl.store(old_k_ptr + ring, old, mask=waiting[:, None])
+            tl.store(ring_k_ptr + ring, mixed, mask=inside[:, None])
+        else:
+            target = q_ptr + (start + rows)[:, None] * (HK * DK) + key_channels[None, :]
+            tl.store(target, mixed * (1.0 / tl.sqrt(DK * 1.0)), mask=inside[:, None])
+        store_columns(qkv, conv, key_history, key_channels, rows, count, qkv_stride, TAPS, COLUMNS)
     else:
         value_head = head - 2 * HK
-        prepare_gates(
-            a_ptr + start * a_stride + value_head, b_ptr + start * b_stride + value_head, a_log_ptr + value_head,
-            dt_bias_ptr + value_head, ring_decay_ptr + slot * (RING * HV) + value_head,
-            old_decay_ptr + slot * (RING * HV) + value_head, beta_ptr + start * HV + value_head, count, pending,
-            a_stride, b_stride, HV, RING,
-        )  # fmt: skip
-        offsets = value_head * DV + tl.arange(0, DV)
-        prepare_head(
-            qkv, conv, conv_weight_ptr, v_ptr + start * (HV * DV), 2 * HK * DK + offsets, offsets, 1.0, count, pending,
-            qkv_stride, HV * DV, COLUMNS, EPS, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def prepare_gates(
-    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, decay_ptr, old_decay_ptr, beta_ptr, count, pending, a_stride, b_stride,
-    HV: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """Decay and write strength of one value head for all rows; the pending decays move to old_decay_ptr."""
-    rows = tl.arange(0, RING)
-    inside, waiting = rows < count, rows < pending
-    old = tl.load(decay_ptr + rows * HV, mask=waiting, other=0.0)
-    a = tl.load(a_ptr + rows * a_stride, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + rows * b_stride, mask=inside, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(a_log_ptr).to(tl.float32))
-    decay = tl.exp(-rate * softplus(a + tl.load(dt_bias_ptr).to(tl.float32)))
-    tl.store(beta_ptr + rows * HV, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
-    tl.store(old_decay_ptr + rows * HV, old, mask=waiting)
-    # Threads share elements: all must have read the old decays.
-    tl.debug_barrier()
-    tl.store(decay_ptr + rows * HV, decay, mask=inside)
+        values = value_head * DV + tl.arange(0, DV)
+        channels = 2 * HK * DK + values
+        history = kept_columns(conv, channels, pending, TAPS, COLUMNS)
+        gates = (slot * RING + rows) * HV + value_head
+        old_decay = tl.load(ring_decay_ptr + gates, mask=waiting, other=0.0)
+        a = tl.load(a_ptr + (start + rows) * a_stride + value_head, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + (start + rows) * b_stride + value_head, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(a_log_ptr + value_head).to(tl.float32))
+        decay = tl.exp(-rate * softplus(a + tl.load(dt_bias_ptr + value_head).to(tl.float32)))
+        value = convolve(qkv, conv, conv_weight_ptr, channels, rows, count, pending, qkv_stride, TAPS, COLUMNS, True)
+        tl.debug_barrier()
+        tl.store(v_ptr + (start + rows)[:, None] * (HV * DV) + values[None, :], value, mask=inside[:, None])
+        tl.store(beta_ptr + (start + rows) * HV + value_head, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+        tl.store(old_decay_ptr + gates, old_decay, mask=waiting)
+        tl.store(ring_decay_ptr + gates, decay, mask=inside)
+        store_columns(qkv, conv, history, channels, rows, count, qkv_stride, TAPS, COLUMNS)
 
 
 @triton.jit
@@ -367,8 +330,6 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
     hk, hv, dk, dv = weights.num_key_heads, weights.num_value_heads, weights.key_head_dim, weights.value_head_dim
     if num_rows > ring:
         raise ValueError(f"a verify step has at most {ring} rows, not {num_rows}")
-    if weights.conv.shape[1] != 4:
-        raise ValueError(f"the convolution has {weights.conv.shape[1]} taps; windows support 4")
     if tickets.numel() < num_slots * hv or tickets.dtype != torch.int32:
         raise ValueError(f"tickets must be {num_slots * hv} int32 zeros or more")
     scratch = torch.empty(  # q, v, the unnormed output, saved keys, beta, saved decays
@@ -385,7 +346,7 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
         *(inputs.qkv, inputs.a, inputs.b, weights.conv, weights.a_log, weights.dt_bias),
         *(state.conv, state.ring_k, state.ring_decay, *window, q, v, beta, old_k, old_decay),
         *(inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0)),
-        **{"EPS": L2_EPS, "PART": RECORDS_AT_ONCE, "num_warps": 1},
+        **{"TAPS": weights.conv.shape[1], "EPS": L2_EPS, "num_warps": 4},
         **shared,
     )
     block_v = min(VALUE_BLOCK, dv)
