@@ -51,6 +51,11 @@ class Paths:
         return self.data_dir / "drafters" / "models"
 
     @property
+    def tuner_dir(self) -> Path:
+        """What was measured of drafting on this machine."""
+        return self.cache_dir / "tuner"
+
+    @property
     def ngram_dir(self) -> Path:
         return self.data_dir / "ngram"
 

@@ -54,6 +54,7 @@ def run(**options: Any) -> None:
             drafters_dir=config.paths.drafters_dir,
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
+            tuner_dir=config.paths.tuner_dir,
         ),
     )
     prompt = read_prompt(options["prompt"])

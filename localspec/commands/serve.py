@@ -73,6 +73,7 @@ def serve(**options: Any) -> None:
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
             kv_dir=config.paths.kv_dir,
+            tuner_dir=config.paths.tuner_dir,
         ),
     )
     try:
@@ -85,7 +86,11 @@ def serve(**options: Any) -> None:
             stop_when_unused=options["until_unused"],
         )
         engine.start(options["model"] or default_model(config))
-        hooks = ControlHooks(pull=lambda model_id: pull_events(config, model_id, offline))
+        hooks = ControlHooks(
+            pull=lambda model_id: pull_events(config, model_id, offline),
+            explain_tuner=engine.explain_tuner,
+            reset_tuner=engine.reset_tuner,
+        )
         announce = _announcer(config.paths.engine_file) if options["for_chat"] else None
         run_server(engine, port_settings, hooks, announce)
     except UnsafeAddress as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
 from localspec.engine.tiers import CacheOwner, NoTiers, open_tiers
 from localspec.engine.tuner import Tuner
+from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
@@ -69,6 +71,8 @@ class EngineOptions:
     """Where n-gram tables lie; None runs without."""
     ngram_learn: bool = True
     """Keep answers, never private ones, in a table of the user's own under `ngram_dir`."""
+    tuner_dir: Path | None = None
+    """Where the tuner keeps what it learnt; None forgets it at the end."""
     kv_dir: Path | None = None
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_limits: SpillLimits = field(default_factory=SpillLimits)
@@ -104,6 +108,8 @@ class Built:
     text: TextStage
     parts: Assembled
     tables: NgramTables | None = None
+    """To be closed after the loop has stopped."""
+    keeper: TunerKeeper | None = None
     """To be closed after the loop has stopped."""
 
 
@@ -208,7 +214,7 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     disk = drafters.get(NGRAM_DISK)
     if tables is not None and isinstance(disk, DeviceNgramDrafter):
         tables.before_close(disk.close)
-    return Built(info, text, assembled, tables)
+    return Built(info, text, assembled, tables, _keeper(assembled, place, ops.device, options))
 
 
 def open_tables(folder: Path, options: EngineOptions, report: Report) -> NgramTables | None:
@@ -222,6 +228,24 @@ def _ring(ops: Ops, drafters: dict[str, Drafter], scheduler: Scheduler) -> Resul
     lag = 0 if ops.waits else 1
     disk = drafters.get(NGRAM_DISK)
     return FeedingRing(lag, scheduler, disk.follow) if isinstance(disk, DeviceNgramDrafter) else ResultRing(lag)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("localspec")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _keeper(parts: Assembled, place: ModelPlace, device: torch.device, options: EngineOptions) -> TunerKeeper | None:
+    """Restores what the tuner learnt before and keeps it; not where acceptance is made up."""
+    if options.tuner_dir is None or options.synthetic_acceptance:
+        return None
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    build_name = f"localspec {_version()}, torch {torch.__version__}"
+    store = TunerStore(options.tuner_dir, TunerKey(card, place.id, tuple(parts.tuner.depth_limits), build_name))
+    store.restore(parts.tuner)
+    return TunerKeeper(parts.tuner, store, parts.loop.call, lambda: parts.metrics.snapshot().verify_steps)
 
 
 def _tiers(

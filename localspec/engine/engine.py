@@ -154,6 +154,20 @@ class LocalEngine:
         built.parts.tuner.default_drafter = choice.drafter
         built.parts.tuner.default_depth = choice.depth
 
+    async def explain_tuner(self) -> list[str]:
+        """What the tuner knows, in sentences; waits for the running step."""
+        parts, lines = self._ready().parts, [""]
+        await asyncio.wrap_future(parts.loop.call(lambda: lines.extend(parts.tuner.explain())))
+        return [f"now: {parts.tuner.chosen[0]} {parts.tuner.chosen[1]} ({parts.tuner.reason})", *lines[1:]]
+
+    async def reset_tuner(self) -> None:
+        """Forget what the tuner learnt, on the disk too."""
+        built = self._ready()
+        if built.keeper is not None:
+            await asyncio.to_thread(built.keeper.reset)
+        else:
+            await asyncio.wrap_future(built.parts.loop.call(built.parts.tuner.reset))
+
     async def aclose(self) -> None:
         self._closed = True
         await self._unload()
@@ -162,6 +176,8 @@ class LocalEngine:
         built, self._built = self._built, None
         if built is not None:
             await asyncio.to_thread(built.parts.loop.stop)
+            if built.keeper is not None:
+                await asyncio.to_thread(built.keeper.close)
             if built.tables is not None:
                 await asyncio.to_thread(built.tables.close)
 

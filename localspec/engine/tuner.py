@@ -55,6 +55,15 @@ class Work:
 
 
 @dataclass
+class Learnt:
+    """Acceptance by (method, phase), costs by (active sequences, context bucket), work by (phase, active)."""
+
+    acceptance: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
+    costs: dict[tuple[int, int], StepCosts] = field(default_factory=dict)
+    work: dict[tuple[str, int], Work] = field(default_factory=dict)
+
+
+@dataclass
 class Tuner:
     """Implements the scheduler's DepthPolicy. `depth_limits` maps each method or chain to its greatest depth."""
 
@@ -65,9 +74,7 @@ class Tuner:
     reason: str = "not started"
     chosen: Arm = OFF
     """What was chosen last, for the panel."""
-    _acceptance: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
-    _costs: dict[tuple[int, int], StepCosts] = field(default_factory=dict)
-    _work: dict[tuple[str, int], Work] = field(default_factory=dict)
+    learnt: Learnt = field(default_factory=Learnt)
 
     def choose(self, sequence: Sequence, num_active: int) -> Arm:
         """Method and depth of the next window: the request's wish, else the user's, else what measured best."""
@@ -87,7 +94,7 @@ class Tuner:
     def see(self, sequence: Sequence, num_active: int, arm: Arm, drafted: int, accepted: int, ms: float) -> None:
         """A step of this sequence took `ms`; of `drafted` drafts the first `accepted` stood."""
         bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
-        self._costs_of(num_active, bucket).see(*arm, ms)
+        self.costs_of(num_active, bucket).see(*arm, ms)
         method, _ = arm
         if method != OFF[0]:
             self._acceptance_of(method, sequence.phase).see(drafted, accepted)
@@ -98,19 +105,24 @@ class Tuner:
     def plain_ms_per_token(self, num_active: int, context_tokens: int) -> float | None:
         """Measured cost of a token without drafts near this context, or None."""
         bucket = context_tokens // CONTEXT_BUCKET_TOKENS
-        costs = [(abs(b - bucket), table.ms.get(OFF)) for (n, b), table in self._costs.items() if n == num_active]
+        costs = [(abs(b - bucket), table.ms.get(OFF)) for (n, b), table in self.learnt.costs.items() if n == num_active]
         known = [(distance, ms) for distance, ms in costs if ms is not None]
         return min(known)[1] if known else None
 
     def see_plain(self, num_active: int, context_tokens: int, ms: float) -> None:
         """A step that drafted nothing cost this: a measure of plain decoding."""
-        self._costs_of(num_active, context_tokens // CONTEXT_BUCKET_TOKENS).see(*OFF, ms)
+        self.costs_of(num_active, context_tokens // CONTEXT_BUCKET_TOKENS).see(*OFF, ms)
+
+    def reset(self) -> None:
+        """Forget everything that was learnt."""
+        self.learnt = Learnt()
+        self.reason = "not started"
 
     def explain(self) -> list[str]:
         """What is known, in sentences, the best method first for each kind of work."""
         lines = []
-        for phase, active in self._work:
-            for bucket in sorted(b for n, b in self._costs if n == active):
+        for phase, active in self.learnt.work:
+            for bucket in sorted(b for n, b in self.learnt.costs if n == active):
                 rated = sorted(self._rates(phase, active, bucket).items(), key=lambda item: -item[1])
                 told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in _best_by_method(rated))
                 lines.append(f"{phase}, {active} active, context from {bucket * CONTEXT_BUCKET_TOKENS}: {told}")
@@ -138,7 +150,7 @@ class Tuner:
 
     def _rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """Expected tokens per millisecond of every arm whose cost is known or can be told from neighbours."""
-        costs = self._costs_of(num_active, bucket)
+        costs = self.costs_of(num_active, bucket)
         rates: dict[Arm, float] = {}
         for method, limit in ((OFF[0], 0), *self.depth_limits.items()):
             for depth in range(1 if method != OFF[0] else 0, limit + 1):
@@ -161,7 +173,7 @@ class Tuner:
 
     def _due(self, work: Work, phase: str, num_active: int, bucket: int) -> Arm | None:
         """The next method whose trial is due: plain and unmeasured ones first."""
-        costs = self._costs_of(num_active, bucket)
+        costs = self.costs_of(num_active, bucket)
         for method in (OFF[0], *self.depth_limits):
             challenger = work.challengers.setdefault(method, Challenger(self.settings.first_interval_steps))
             if method == work.current[0] and costs.of(method, work.current[1]) is not None:
@@ -209,13 +221,14 @@ class Tuner:
                 challenger.due_step = min(challenger.due_step, work.step + settings.first_interval_steps // 4)
 
     def _acceptance_of(self, method: str, phase: str) -> Acceptance:
-        return self._acceptance.setdefault((method, phase), Acceptance(self.settings.smoothing))
+        return self.learnt.acceptance.setdefault((method, phase), Acceptance(self.settings.smoothing))
 
-    def _costs_of(self, num_active: int, bucket: int) -> StepCosts:
-        return self._costs.setdefault((num_active, bucket), StepCosts(self.settings.cost_smoothing))
+    def costs_of(self, num_active: int, bucket: int) -> StepCosts:
+        """The cost table of so many active sequences in a context bucket."""
+        return self.learnt.costs.setdefault((num_active, bucket), StepCosts(self.settings.cost_smoothing))
 
     def _work_of(self, phase: str, num_active: int) -> Work:
-        return self._work.setdefault((phase, num_active), Work())
+        return self.learnt.work.setdefault((phase, num_active), Work())
 
 
 def _best_by_method(rated: list[tuple[Arm, float]]) -> list[tuple[Arm, float]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,8 @@ class ControlHooks:
 
     shutdown: Callable[[], None] | None = None
     pull: Callable[[str], AsyncIterator[Mapping[str, Any]]] | None = None
+    explain_tuner: Callable[[], Awaitable[list[str]]] | None = None
+    reset_tuner: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass

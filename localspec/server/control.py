@@ -67,6 +67,7 @@ def routes() -> list[Route]:
         "tokenize": _tokenize,
         "detokenize": _detokenize,
         "shutdown": _shutdown,
+        "tuner": _tuner,
     }
     found = [
         Route(f"{PREFIX}/state", state, methods=["GET"]),
@@ -170,6 +171,15 @@ async def _detokenize(port: Port, request: Request, fields: Fields) -> dict[str,
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise fields.wrong("tokens", "a list of token ids")
     return {"text": await port.engine.detokenize(tuple(tokens))}
+
+
+async def _tuner(port: Port, request: Request, fields: Fields) -> dict[str, Any]:
+    """What the tuner knows; with `reset` it forgets that first."""
+    if port.hooks.explain_tuner is None or port.hooks.reset_tuner is None:
+        raise ApiError(404, "This engine has no tuner that could be asked.", code="unsupported")
+    if fields.flag("reset"):
+        await port.hooks.reset_tuner()
+    return {"lines": await port.hooks.explain_tuner()}
 
 
 async def _shutdown(port: Port, request: Request, fields: Fields) -> dict[str, Any]:

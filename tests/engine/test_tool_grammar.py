@@ -77,10 +77,10 @@ def may_end(compiler: GrammarCompiler, template: str, text: str) -> bool:
 def test_calls(compiler: GrammarCompiler, template: str) -> None:
     calls = [f"<tool_call>{body}</tool_call>" for body in GOOD[template]]
     for call in (*calls, "\n".join(calls)):
-        assert may_end(compiler, template, call, call
+        assert may_end(compiler, template, call), call
     for body in BAD[template]:
-        assert not may_end(compiler, template, f"<tool_call>{body}</tool_call>", body
-    assert not may_end(compiler, template, "no call"
+        assert not may_end(compiler, template, f"<tool_call>{body}</tool_call>"), body
+    assert not may_end(compiler, template, "no call")
 
 
 def test_unknown_forms_are_left_alone() -> None:

@@ -1,0 +1,220 @@
+"""What the tuner learnt, kept between runs: one JSON file per device, model, drafters and build.
+
+Torch-free. The file is a cache: a damaged or foreign one is left out, and losing it costs some trials. The decode thread
+only turns the tuner into plain values; whoever calls `TunerStore.write` does the writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from localspec.engine.acceptance import Acceptance
+from localspec.engine.tuner import Challenger, Tuner, Work
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+MAX_FILE_BYTES = 4 << 20
+MAX_POSITIONS = 64
+SAVE_EVERY_S = 180.0
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class TunerKey:
+    """What measured times and acceptances depend on."""
+
+    device: str
+    model: str
+    drafters: tuple[str, ...]
+    build: str
+
+
+class TunerStore:
+    """The file of one key in a folder."""
+
+    def __init__(self, folder: Path, key: TunerKey) -> None:
+        self._key: dict[str, Any] = {**asdict(key), "drafters": list(key.drafters)}
+        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = folder / f"{digest}.json"
+
+    def restore(self, tuner: Tuner) -> bool:
+        """Give a fresh tuner what was learnt before; False where there is nothing that can be used."""
+        document = read_document(self.path)
+        if document is None or document["key"] != self._key:
+            return False
+        fill(tuner, document)
+        return True
+
+    def write(self, learnt: Mapping[str, Any]) -> None:
+        """Replace the file in one piece by what `to_json` gave. A disk that refuses costs only the memory."""
+        text = json.dumps({"format": FORMAT, "key": self._key, **learnt})
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft.touch(mode=0o600)
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self.path)
+        except OSError as error:
+            log.warning("what the tuner learnt could not be kept: %s", error)
+
+    def remove(self) -> None:
+        """Forget it."""
+        self.path.unlink(missing_ok=True)
+
+
+def to_json(tuner: Tuner) -> dict[str, Any]:
+    """Everything learnt, in plain values. Call it where nothing changes the tuner meanwhile."""
+    state = tuner.learnt
+    return {
+        "acceptance": [
+            [method, phase, list(known.rates), list(known.counts)]
+            for (method, phase), known in state.acceptance.items()
+        ],
+        "costs": [
+            [active, bucket, [[m, d, ms, table.counts.get((m, d), 0)] for (m, d), ms in table.ms.items()]]
+            for (active, bucket), table in state.costs.items()
+        ],
+        "work": [
+            [phase, active, list(work.current), {m: c.interval_steps for m, c in work.challengers.items()}]
+            for (phase, active), work in state.work.items()
+        ],
+    }
+
+
+def fill(tuner: Tuner, document: Mapping[str, Any]) -> None:
+    """Put a checked document into a tuner; methods that it does not have are left out."""
+    methods = {"off", *tuner.depth_limits}
+    state, settings = tuner.learnt, tuner.settings
+    for method, phase, rates, counts in document["acceptance"]:
+        if method in methods:
+            state.acceptance[method, phase] = Acceptance(settings.smoothing, list(rates), list(counts))
+    for active, bucket, entries in document["costs"]:
+        table = tuner.costs_of(active, bucket)
+        for method, depth, ms, count in entries:
+            if method in methods:
+                table.ms[method, depth], table.counts[method, depth] = ms, count
+    for phase, active, (method, depth), intervals in document["work"]:
+        if method in methods and depth <= tuner.depth_limits.get(method, 0):
+            challengers = {m: Challenger(steps, steps) for m, steps in intervals.items() if m in methods}
+            state.work[phase, active] = Work(current=(method, depth), challengers=challengers)
+
+
+def saved_tuner(document: Mapping[str, Any]) -> Tuner:
+    """A tuner that knows what a document holds, to explain it."""
+    limits: dict[str, int] = {}
+    for _, _, entries in document["costs"]:
+        for method, depth, _, _ in entries:
+            if method != "off":
+                limits[method] = max(limits.get(method, 0), depth)
+    for name in (entry[2][0] for entry in document["work"]):
+        if name != "off":
+            limits.setdefault(name, MAX_POSITIONS)
+    tuner = Tuner(limits)
+    fill(tuner, document)
+    return tuner
+
+
+def read_document(path: Path) -> dict[str, Any] | None:
+    """A state file whose every value has been checked, or None."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or document["format"] != FORMAT or not isinstance(document["key"], dict):
+            return None
+        _check(document)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return document
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError for values that no tuner wrote."""
+    for method, phase, rates, counts in document["acceptance"]:
+        _need(isinstance(method, str) and isinstance(phase, str) and len(rates) == len(counts) <= MAX_POSITIONS)
+        _need(all(_is_number(rate) and 0 <= rate <= 1 for rate in rates) and all(map(_is_count, counts)))
+    for active, bucket, entries in document["costs"]:
+        _need(_is_count(active) and _is_count(bucket))
+        for method, depth, ms, count in entries:
+            _need(isinstance(method, str) and _is_count(depth) and depth <= MAX_POSITIONS)
+            _need(_is_number(ms) and ms > 0 and _is_count(count))
+    for phase, active, (method, depth), intervals in document["work"]:
+        _need(isinstance(phase, str) and _is_count(active) and isinstance(method, str) and _is_count(depth))
+        _need(isinstance(intervals, dict) and all(map(_is_count, intervals.values())))
+
+
+def _need(condition: bool) -> None:
+    if not condition:
+        raise ValueError("not a tuner's state")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+class TunerKeeper:
+    """Writes what a running tuner learns every few minutes, and at the end, from a thread of its own.
+
+    `between_steps` runs a function on the decode thread; `steps` counts the verify steps so far.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        store: TunerStore,
+        between_steps: Callable[[Callable[[], None]], Future[None]],
+        steps: Callable[[], int],
+        every_s: float = SAVE_EVERY_S,
+    ) -> None:
+        self._tuner = tuner
+        self._store = store
+        self._between_steps = between_steps
+        self._steps = steps
+        self._every_s = every_s
+        self._written_steps = steps()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tuner-store", daemon=True)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Forget what was learnt, here and on the disk. Waits for the running step."""
+        self._between_steps(self._tuner.reset).result(WAIT_S)
+        self._store.remove()
+
+    def close(self) -> None:
+        """The last write. Call it when the decode thread has ended."""
+        self._closing.set()
+        self._thread.join()
+        if self._steps() != self._written_steps:
+            self._store.write(to_json(self._tuner))
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            steps = self._steps()
+            if steps == self._written_steps:
+                continue
+            try:
+                self._store.write(self._copy())
+            except TimeoutError:
+                continue
+            self._written_steps = steps
+
+    def _copy(self) -> dict[str, Any]:
+        """What is known between two steps. Raises TimeoutError."""
+        learnt: list[dict[str, Any]] = []
+        self._between_steps(lambda: learnt.append(to_json(self._tuner))).result(WAIT_S)
+        return learnt[0]
