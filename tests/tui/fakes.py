@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.api.types import (
@@ -29,6 +30,7 @@ from localspec.api.types import (
 from localspec.chats import StoreWorker, open_store
 from localspec.tui.app import LocalspecApp
 from localspec.tui.options import ChatSettings, UiOptions
+from localspec.tui.screens.pick import PickScreen
 
 WIDE, NARROW, TINY = (120, 36), (80, 24), (50, 14)
 
@@ -103,6 +105,11 @@ async def until(predicate: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not predicate():
         assert time.monotonic() < end_s, "the state that the test waits for did not come"
         await asyncio.sleep(0.01)
+
+
+async def listed(app: LocalspecApp, count: int) -> None:
+    """Wait until a list is open and shows that many rows."""
+    await until(lambda: isinstance(app.screen, PickScreen) and app.screen.query_one(OptionList).option_count == count)
 
 
 async def ask(app: LocalspecApp, pilot: Pilot[None], text: str) -> None:

@@ -6,10 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from textual.widgets import OptionList
 
 from localspec.api.types import EngineError, GenerateRequest
 from localspec.chats import NewChat, Stored, open_store
-from tests.tui.fakes import NARROW, TINY, WIDE, DyingEngine, ask, scripted, started, until
+from localspec.tui.screens.ask import AskScreen
+from localspec.tui.screens.pick import PickScreen
+from tests.tui.fakes import NARROW, TINY, WIDE, DyingEngine, ask, listed, scripted, started, until
 
 CODE = "Look:\n\n```python\nx = 1\n```\n\nand\n\n```sh\nls\n```\n"
 
@@ -169,25 +172,29 @@ async def test_chats_list_opens_renames_and_deletes(tmp_path: Path) -> None:
         await pilot.press("ctrl+n")
         await ask(app, pilot, "pears")
         await pilot.press("ctrl+r")
-        await pilot.pause(0.1)
-        await pilot.press(*"appl")
-        await pilot.pause(0.1)
+        await listed(app, 2)
+        app.screen.query_one("Input").value = "appl"
+        await listed(app, 1)
         await pilot.press("enter")
         await until(lambda: app.screen is app.chat and app.chat.conversation.messages[0].content == "apples")
         await pilot.press("ctrl+r")
-        await pilot.pause(0.1)
+        await listed(app, 2)
         await pilot.press("f2")
-        await pilot.pause(0.1)
+        await until(lambda: isinstance(app.screen, AskScreen))
         app.screen.query_one("Input").value = "Fruit"
         await pilot.press("enter")
-        await pilot.pause(0.2)
+        await listed(app, 2)
         titles = [c.title for c in await app.chat.conversation.store.run(lambda s: s.chats())]
         assert sorted(titles) == ["Fruit", "apples"]
         await pilot.press("delete")
-        await pilot.pause(0.1)
-        await pilot.press(*"yes", "enter")
-        await until(lambda: len(app.screen.query("OptionList")) == 1)
-        await pilot.pause(0.2)
+        await until(lambda: isinstance(app.screen, AskScreen))
+        await pilot.press("enter")
+        await listed(app, 2)
+        await pilot.press("delete")
+        await until(lambda: isinstance(app.screen, AskScreen))
+        app.screen.query_one("Input").value = "yes"
+        await pilot.press("enter")
+        await listed(app, 1)
         assert len(await app.chat.conversation.store.run(lambda s: s.chats())) == 1
         await pilot.press("escape")
 
@@ -198,9 +205,9 @@ async def test_search_goes_to_the_message(tmp_path: Path) -> None:
         await pilot.press("ctrl+n")
         await ask(app, pilot, "r")
         await pilot.press("ctrl+f")
-        await pilot.pause(0.1)
-        await pilot.press(*"zeb")
-        await pilot.pause(0.2)
+        await until(lambda: isinstance(app.screen, PickScreen))
+        app.screen.query_one("Input").value = "zeb"
+        await until(lambda: any("zebra" in str(o.prompt) for o in app.screen.query_one(OptionList).options))
         await pilot.press("enter")
         await until(lambda: app.screen is app.chat and app.chat.conversation.messages[-1].content == "zebra stripes")
 

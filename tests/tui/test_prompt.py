@@ -9,7 +9,7 @@ from textual.widgets import Input, Select, TextArea
 
 from localspec.api.types import GenerateRequest
 from localspec.tui.screens.parameters import ParametersScreen
-from tests.tui.fakes import NARROW, ask, scripted, started, until
+from tests.tui.fakes import NARROW, ask, listed, scripted, started, until
 
 
 def listening(*texts: str, **script: object) -> tuple[object, list[GenerateRequest]]:
@@ -124,9 +124,9 @@ async def test_models_can_be_switched_from_the_list(tmp_path: Path) -> None:
     models = (("scripted", "here"), ("other", "larger"))
     async with started(scripted("ok", models=("other",)), tmp_path, models=models) as (app, pilot):
         await pilot.press("ctrl+l")
-        await pilot.pause(0.1)
-        await pilot.press(*"oth")
-        await pilot.pause(0.1)
+        await listed(app, 2)
+        app.screen.query_one("Input").value = "oth"
+        await listed(app, 1)
         await pilot.press("enter")
         await until(lambda: app.chat.conversation.engine.model().id == "other")
         app.chat.prompt.put("/model nothing")

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from localspec.chats import StoreWorker, open_store
 from localspec.tui.app import LocalspecApp
 from localspec.tui.options import UiOptions
-from tests.tui.fakes import NARROW, TINY, WIDE, FixedEngine, until
+from tests.tui.fakes import NARROW, TINY, WIDE, FixedEngine, listed, until
 
 Steps = Callable[[LocalspecApp, Pilot[None]], Awaitable[None]]
 
@@ -67,7 +67,8 @@ async def _drafts(app: LocalspecApp, pilot: Pilot[None]) -> None:
 async def _chats(app: LocalspecApp, pilot: Pilot[None]) -> None:
     await _answered(app, pilot)
     await pilot.press("ctrl+r")
-    await pilot.pause(0.2)
+    await listed(app, 1)
+    await pilot.pause()
 
 
 CASES: list[tuple[str, tuple[int, int], dict[str, Any], Steps]] = [
