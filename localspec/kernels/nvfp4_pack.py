@@ -94,50 +94,74 @@ def dequantise_nvfp4(weight: Nvfp4Weight) -> Tensor:
     return scaled.reshape(rows, columns) * weight.row_scale[:, None]
 
 
-def quantise_nvfp4(weight: Tensor, method: Literal["mse", "max"] = "mse") -> Nvfp4Weight:
+def quantise_nvfp4(
+    weight: Tensor,
+    method: Literal["mse", "max"] = "mse",
+    importance: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+) -> Nvfp4Weight:
     """weight: [N, K] float, K a multiple of 16. One tensor scale amax / (6 * 448) for all rows.
 
     "max" takes block amax / 6 as the block scale; "mse" tries the e4m3 codes within 7 steps of it and keeps the one of
-    least squared error, which removes about a quarter of the error at no cost in speed.
-    Raises ValueError for another K or values that are not finite.
+    least squared error, which removes about a quarter of the error at no cost in speed. `importance` [K] >= 0 weighs
+    the error of each column, as the mean square of its input does. `tensor_scale`: a scalar for all rows where
+    `weight` is a part of a larger matrix.
+    Raises ValueError for another K, an importance that does not fit, or values that are not finite.
     """
     rows, columns = weight.shape
     if columns % BLOCK:
         raise ValueError(f"NVFP4 needs a multiple of {BLOCK} columns, got {columns}")
     blocks = weight.to(torch.float32).reshape(rows, columns // BLOCK, BLOCK)
-    amax = blocks.abs().amax()
-    if not torch.isfinite(amax):
-        raise ValueError("weight holds values that are not finite; NVFP4 cannot store them")
-    tensor_scale = torch.where(amax > 0, amax / (6.0 * E4M3_MAX), torch.ones_like(amax))
-    blocks = blocks / tensor_scale
+    scale_of_all = nvfp4_tensor_scale(blocks.abs().amax()) if tensor_scale is None else tensor_scale
+    blocks = blocks / scale_of_all
     centre = _e4m3_code(blocks.abs().amax(dim=-1) / 6.0)
     if method == "max":
         best_code = centre
     else:
+        column_weights = None if importance is None else _column_weights(importance, columns)
         best_code = torch.empty_like(centre)
-        # Slabs of rows keep the sweep's working set small beside the weight itself.
-        step = max(1, (1 << 24) // columns)
+        # Slabs of rows: on a CPU the sweep's working set stays in its caches, on a card it stays small beside the rest.
+        step = max(1, (1 << 24 if weight.is_cuda else 1 << 16) // columns)
         for begin in range(0, rows, step):
-            best_code[begin : begin + step] = _sweep(blocks[begin : begin + step], centre[begin : begin + step])
+            part = slice(begin, begin + step)
+            best_code[part] = _sweep(blocks[part], centre[part], column_weights)
     scale = _e4m3_value(best_code)
     codes = _e2m1_code(blocks, scale)
     packed = codes.reshape(rows, columns // 2, 2)
     return Nvfp4Weight(
         codes=(packed[..., 0] | (packed[..., 1] << 4)).contiguous(),
         block_scale=best_code.to(torch.uint8).view(torch.float8_e4m3fn),
-        row_scale=tensor_scale.expand(rows).contiguous(),
+        row_scale=scale_of_all.expand(rows).contiguous(),
     )
 
 
-def _sweep(blocks: Tensor, centre: Tensor) -> Tensor:
-    """blocks [n, B, 16] in units of the tensor scale, centre [n, B] int32 -> e4m3 codes of least squared error."""
+def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
+    """The tensor scale of a matrix of largest magnitude `amax` (scalar float32). Raises ValueError unless finite."""
+    if not torch.isfinite(amax):
+        raise ValueError("weight holds values that are not finite; NVFP4 cannot store them")
+    return torch.where(amax > 0, amax / (6.0 * E4M3_MAX), torch.ones_like(amax))
+
+
+def _column_weights(importance: Tensor, columns: int) -> Tensor:
+    """[K] >= 0 -> [K / 16, 16] with mean 1. Columns that the calibration never saw active still count a little."""
+    values = importance.to(torch.float32)
+    if values.shape != (columns,) or not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise ValueError(f"importance must be {columns} finite values >= 0, got {tuple(values.shape)}")
+    mean = values.mean()
+    relative = torch.where(mean > 0, values / mean, torch.ones_like(values))
+    return relative.clamp(min=1e-4).reshape(columns // BLOCK, BLOCK)
+
+
+def _sweep(blocks: Tensor, centre: Tensor, column_weights: Tensor | None) -> Tensor:
+    """blocks [n, B, 16] in units of the tensor scale, centre [n, B] int32 -> e4m3 codes of least (weighted) error."""
     best_code = centre.clone()
     best_error = torch.full_like(blocks[..., 0], torch.inf)
+    magnitude = blocks.abs()
     for step in range(-7, 8):
         code = (centre + step).clamp(1, 126)
         scale = _e4m3_value(code)
-        value = _e2m1_value(_e2m1_code(blocks, scale)) * scale[..., None]
-        error = (value - blocks).square().sum(dim=-1)
+        squares = (_e2m1_rounded(magnitude / scale[..., None]) * scale[..., None] - magnitude).square()
+        error = (squares if column_weights is None else squares * column_weights).sum(dim=-1)
         better = error < best_error
         best_code = torch.where(better, code, best_code)
         best_error = torch.where(better, error, best_error)
@@ -165,9 +189,10 @@ def _e2m1_code(blocks: Tensor, scale: Tensor) -> Tensor:
     return code | ((ratio < 0) & (code > 0)).to(torch.uint8) << 3
 
 
-def _e2m1_value(code: Tensor) -> Tensor:
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=code.device)
-    return torch.cat([table, -table])[code.long()]
+def _e2m1_rounded(ratio: Tensor) -> Tensor:
+    """Nearest e2m1 value of ratios >= 0, ties as in `_e2m1_code`: steps of 0.5 below 2, of 1 below 4, then of 2."""
+    step = torch.where(ratio < 2, 0.5, torch.where(ratio < 4, 1.0, 2.0))
+    return ((ratio / step).round_() * step).clamp_(max=6.0)
 
 
 def _bit_places() -> list[list[tuple[int, int]]]:

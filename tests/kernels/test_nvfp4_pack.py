@@ -146,3 +146,40 @@ def test_random_weights_are_valid(gated: bool) -> None:
     assert float(values.std()) == pytest.approx(320**-0.5, rel=0.1)
     again = random_packed(96, 320, "cpu", seed=5, tile_rows=32, gated=gated)
     assert torch.equal(again.data, packed.data)
+
+
+def weighted_error(weight: torch.Tensor, got: Nvfp4Weight, importance: torch.Tensor) -> float:
+    return float(((dequantise_nvfp4(got) - weight).square() * importance).sum())
+
+
+def test_importance_lowers_the_weighted_error() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(48, 208, generator=generator)
+    importance = torch.rand(208, generator=generator) ** 6
+    plain, weighted = quantise_nvfp4(weight), quantise_nvfp4(weight, importance=importance)
+    # Gains 19% here; the unweighted error rises in return.
+    assert weighted_error(weight, weighted, importance) < 0.9 * weighted_error(weight, plain, importance)
+    assert weighted_error(weight, weighted, torch.ones(208)) > weighted_error(weight, plain, torch.ones(208))
+
+
+@pytest.mark.parametrize("value", [0.0, 3e-5, 1.0, 7e4])
+def test_equal_importance_changes_nothing(value: float) -> None:
+    weight = torch.randn(5, 48, generator=torch.Generator().manual_seed(7))
+    plain, weighted = quantise_nvfp4(weight), quantise_nvfp4(weight, importance=torch.full((48,), value))
+    assert torch.equal(plain.codes, weighted.codes)
+    assert torch.equal(plain.block_scale.view(torch.uint8), weighted.block_scale.view(torch.uint8))
+
+
+def test_refuses_an_importance_that_does_not_fit() -> None:
+    weight = torch.zeros(2, 32)
+    for importance in (torch.ones(16), -torch.ones(32), torch.full((32,), float("inf"))):
+        with pytest.raises(ValueError, match="importance must be 32 finite values"):
+            quantise_nvfp4(weight, importance=importance)
+
+
+def test_parts_with_the_scale_of_the_whole_are_its_parts() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(8))
+    whole = quantise_nvfp4(weight)
+    parts = [quantise_nvfp4(weight[rows], tensor_scale=whole.row_scale[0]) for rows in (slice(0, 7), slice(7, 40))]
+    assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
+    assert torch.equal(torch.cat([part.row_scale for part in parts]), whole.row_scale)
