@@ -1,7 +1,7 @@
 """What the tuner learnt, kept between runs: one JSON file per device, model, drafters and build.
 
-Torch-free. The file is a cache: a damaged or foreign one is left out, and losing it costs some trials. The decode thread
-only turns the tuner into plain values; whoever calls `TunerStore.write` does the writing.
+Torch-free. The file is a cache: a damaged or foreign one is left out, and losing it costs some trials. The decode
+thread only turns the tuner into plain values; whoever calls `TunerStore.write` does the writing.
 """
 
 from __future__ import annotations
