@@ -60,7 +60,7 @@ def chat(**options: Any) -> None:
         engine, process = connect(config, options)
     except (EngineError, ValueError) as error:
         fail(str(error), EXIT_WRONG_USE)
-    store = _store(config, options["private"])
+    store = _store(config)
     try:
         if plain:
             _run_plain(engine, store, options)
@@ -99,10 +99,11 @@ def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
     return [*arguments, *(["--offline"] if options["offline"] else [])]
 
 
-def _store(config: Settings, private: bool) -> StoreWorker:
-    from localspec.chats import StoreWorker, open_store, private_store
+def _store(config: Settings) -> StoreWorker:
+    """The durable store, for private chats too: nothing of them is written unless the user saves one."""
+    from localspec.chats import StoreWorker, open_store
 
-    return StoreWorker(private_store if private else lambda: open_store(config.paths.chats_file))
+    return StoreWorker(lambda: open_store(config.paths.chats_file))
 
 
 def _run_app(config: Settings, engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]) -> None:
@@ -126,10 +127,13 @@ def _run_plain(engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]
     from localspec.tui.options import ChatSettings
     from localspec.tui.plain import run_plain
 
+    chosen = _chat_settings(options, ChatSettings)
     try:
-        asyncio.run(run_plain(engine, store, _chat_settings(options, ChatSettings), private=options["private"]))
+        num_failed = asyncio.run(run_plain(engine, store, chosen, private=options["private"]))
     except EngineError as error:
         fail_engine(error)
+    if num_failed:
+        fail(f"{num_failed} answers failed")
 
 
 def _chat_settings(options: dict[str, Any], record: Any) -> Any:

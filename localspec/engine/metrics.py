@@ -152,7 +152,7 @@ class MetricsRecorder:
             return replace(
                 self._snapshot,
                 tok_per_s=round(rate, 2),
-                mean_accepted_run=round(accepted / drafts, 3) if drafts else 0.0,
+                mean_accepted_run=round(1 + accepted / drafts, 3) if drafts else 0.0,
                 drafters=drafters,
                 clients=tuple(self._by_client.values()),
             )
