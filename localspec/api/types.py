@@ -228,8 +228,8 @@ EngineState = Literal["loading", "ready", "failed", "stopped"]
 class MetricsSnapshot:
     """One moment of the engine, cheap to take at 2 Hz.
 
-    `stage` says in words what a loading engine does. `mean_accepted_run` is tokens a step where something was drafted, the
-    target's own included. `memory_bytes` is by use (weights, kv, state, other).
+    `stage` says in words what a loading engine does. `mean_accepted_run` is tokens a step where something was drafted,
+    the target's own included. `memory_bytes` is by use (weights, kv, state, other).
     `tiers` and `storage` hold the figures of caches below the GPU, by name.
     """
 
