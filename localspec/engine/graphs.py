@@ -80,6 +80,7 @@ class GraphStep(EagerStep):
         self._verifications: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
         self._forwards: dict[VerifyKey, tuple[_Captured[VerifyOutput], _Staging]] = {}
         self._acceptances: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
+        self._draft_buffers: dict[torch.Size, Tensor] = {}
         self._turn = 0
         self._bound_limit = runner.state.block_tables.shape[1] * PAGE_TOKENS - 1
 
@@ -131,7 +132,7 @@ class GraphStep(EagerStep):
             forward[0].graph.replay()
             acceptance = self._capture(lambda: self.accepted(output, draft, needs, masks.device)), masks
             self._acceptances[key, law] = acceptance
-        drafts = torch.empty(draft.token_ids.shape, dtype=torch.int64, pin_memory=True)
+        drafts = self._draft_buffer(draft.token_ids)
         drafts.copy_(draft.token_ids, non_blocking=True)
         drafted = torch.cuda.Event()  # type: ignore[no-untyped-call]
         drafted.record()
@@ -149,6 +150,12 @@ class GraphStep(EagerStep):
     def _bucket(self, tokens: int) -> int:
         """The bucket of a bound, capped by what a block table can address."""
         return min(bound_bucket(tokens), self._bound_limit)
+
+    def _draft_buffer(self, token_ids: Tensor) -> Tensor:
+        """A pinned buffer of the form of the drafts; one is enough, as it is read before the step ends."""
+        if token_ids.shape not in self._draft_buffers:
+            self._draft_buffers[token_ids.shape] = torch.zeros(token_ids.shape, dtype=torch.int64).pin_memory()
+        return self._draft_buffers[token_ids.shape]
 
     def _staging(self, start: Tensor) -> _Staging:
         """Buffers of the shape and type of `start`, which the device's one holds at first."""

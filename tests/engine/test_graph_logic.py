@@ -1,0 +1,158 @@
+"""What the captured form of a step does around its graphs, on the CPU: a stand-in graph calls its function again.
+
+Checks keys, layouts, warm-ups and masks. Whether a card's graphs hold what they should is checked on a card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localspec.api.types import Grammar, Sampling
+from localspec.core.records import MAX_SLOTS, Draft, StepResult, ThinkingRule, VerifyPlan
+from localspec.drafters import DrafterSetup, drafter_module
+from localspec.engine.build import Assembled
+from localspec.engine.device_step import HostClock, StepNeeds
+from localspec.engine.graphs import GraphStep, _Captured
+from localspec.engine.ring import ResultRing
+from localspec.kernels.backends.reference import ReferenceOps
+from localspec.sampling.grammar import GrammarCompiler
+from tests.helpers.engine import Collected, make_request, token_engine
+from tests.helpers.models import load_model
+from tests.helpers.tiny_text import byte_tokenizer, tiny_text_model
+
+pytestmark = pytest.mark.torch
+LIMIT = 256
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.token_to_id("<|end|>") or 0
+THINK, END_THINK = ((TOKENIZER.token_to_id(text) or 0,) for text in ("<think>", "</think>"))
+PATTERN = Grammar("regex", "(ab|12|true,?){3,9}")
+
+
+def copy_into(old: Any, new: Any) -> None:
+    """Tensors of a record into those of another, as a replay leaves its results where the capture put them."""
+    if isinstance(old, torch.Tensor):
+        old.copy_(new)
+    elif dataclasses.is_dataclass(old):
+        for item in dataclasses.fields(old):
+            copy_into(getattr(old, item.name), getattr(new, item.name))
+    elif isinstance(old, dict):
+        for key, value in old.items():
+            copy_into(value, new[key])
+
+
+class StandIn:
+    """A graph that runs its function again."""
+
+    def __init__(self, function: Callable[[], Any], output: Any) -> None:
+        self._function = function
+        self._output = output
+
+    def replay(self) -> None:
+        copy_into(self._output, self._function())
+
+
+class CpuGraphStep(GraphStep):
+    captures = 0
+
+    def clock(self) -> HostClock:  # type: ignore[override]
+        return HostClock()
+
+    def _capture(self, function: Callable[[], Any]) -> _Captured[Any]:
+        type(self).captures += 1
+        output = function()
+        return _Captured(StandIn(function, output), output)  # type: ignore[arg-type]
+
+    def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
+        """A copy, as the ring of a card makes one before the next replay."""
+        result = super().verify(plan, draft, needs)
+        values: dict[str, Any] = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        return StepResult(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+
+
+class PatientOps(ReferenceOps):
+    """Says that the host does not know device values at once, as a card does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waits = False
+
+
+class Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_text_model(request.param, 4, tmp_path_factory.mktemp(request.param))
+
+
+def engine(folder: Path, ops: ReferenceOps) -> Any:
+    model = load_model(folder, ops)
+    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=LIMIT)
+    return token_engine(model, ops, LIMIT, {"ngram": drafter_module("ngram").tiny(setup)})
+
+
+@pytest.fixture
+def patient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Assembled]:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(
+        "localspec.engine.build._device_step", lambda runner, drafters, options: CpuGraphStep(runner, drafters)
+    )
+    monkeypatch.setattr("localspec.engine.build.ResultRing", lambda lag: ResultRing(1))
+    with engine(folder, PatientOps()) as parts:
+        yield parts
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[Assembled]:
+    with engine(folder, ReferenceOps(torch.device("cpu"))) as parts:
+        yield parts
+
+
+def run(parts: Assembled, compiler: GrammarCompiler, drafter: str, depth: int) -> list[list[int]]:
+    """Four requests at once: free, with a budget, with a grammar, and with both."""
+    rule = ThinkingRule(4, THINK, END_THINK, open_at_start=True)
+    law = Sampling(temperature=0.9, top_k=40)
+    prompt = TOKENIZER.encode("ab12ab12trueab12").ids
+    kinds: list[tuple[ThinkingRule | None, Grammar | None]] = [
+        (None, None),
+        (rule, None),
+        (None, PATTERN),
+        (rule, PATTERN),
+    ]
+    collected = []
+    for index, (thinking, grammar) in enumerate(kinds):
+        request = make_request(
+            prompt, drafter=drafter, depth=depth, max_tokens=24 + index, sampling=law, seed=index, stop_ids=(END,),
+            thinking=thinking, grammar=grammar,
+        )  # fmt: skip
+        collected.append(Collected())
+        matcher = compiler.compile(grammar, thinking) if grammar is not None else None
+        parts.loop.submit(request, collected[-1].see, matcher)
+    for item in collected:
+        assert item.done.wait(120)
+        assert item.end is not None and item.end.error is None, item.end
+    return [item.token_ids for item in collected]
+
+
+def test_replays_do_what_calls_do(folder: Path, plain: Assembled, patient: Assembled) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
+    expected = run(plain, compiler, "off", 0)
+    assert expected[1][4] == expected[3][4] == END_THINK[0]
+    assert TOKENIZER.decode(expected[2][:2]).startswith(("ab", "12", "tr"))
+    for drafter, depth in (("off", 0), ("ngram", 1), ("ngram", 3)):
+        assert run(patient, compiler, drafter, depth) == expected
+    assert 0 < CpuGraphStep.captures < 120, "nothing was replayed"
