@@ -1,0 +1,113 @@
+"""Grammars asked for in the words of the port, answered by a tiny model that would write noise without them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import torch
+
+from localspec.engine.build import EngineOptions, ModelPlace
+from localspec.engine.engine import LocalEngine
+from localspec.server.app import create_app
+from tests.helpers.tiny_text import tiny_text_model
+
+pytestmark = pytest.mark.torch
+SCHEMA = {
+    "type": "object",
+    "properties": {"of": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
+    "required": ["of", "on"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": {**SCHEMA, "required": ["on"]}},
+    }
+    for name in ("get", "put")
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    torch.set_num_threads(1)
+    folder: Path = tiny_text_model("llama", 4, tmp_path_factory.mktemp("tiny"))
+    place = ModelPlace("tiny", folder, "tiny")
+    local = LocalEngine(lambda model_id, report: place, EngineOptions(device="cpu", context_tokens=512))
+    local.start("tiny")
+    asyncio.run(local.wait_ready())
+    yield local
+    asyncio.run(local.aclose())
+
+
+def ask(engine: LocalEngine, path: str = "/v1/chat/completions", status: int = 200, **fields: Any) -> dict[str, Any]:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "say something"}],
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 3,
+        "enable_thinking": False,
+        **fields,
+    }
+
+    async def post() -> dict[str, Any]:
+        transport = httpx.ASGITransport(app=create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8012") as client:
+            reply = await client.post(path, json=body, timeout=60)
+        assert reply.status_code == status, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    return asyncio.run(post())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"guided_json": SCHEMA},
+        {"json_schema": SCHEMA},
+    ],
+    ids=["openai", "llama.cpp", "guided", "plain"],
+)
+def test_a_schema_is_kept(engine: LocalEngine, asked: dict[str, Any]) -> None:
+    choice = ask(engine, **asked)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+def test_any_object(engine: LocalEngine) -> None:
+    """Noise may not find its end, but what there is begins an object."""
+    content = ask(engine, response_format={"type": "json_object"}, max_tokens=12)["choices"][0]["message"]["content"]
+    assert content.startswith("{")
+
+
+def test_a_bad_schema_is_a_bad_request_in_the_compilers_words(engine: LocalEngine) -> None:
+    error = ask(engine, status=400, guided_json={"type": "strange"})["error"]
+    assert "strange" in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_stream_with_a_bad_schema_is_refused_before_it_begins(engine: LocalEngine) -> None:
+    assert "strange" in ask(engine, status=400, stream=True, guided_json={"type": "strange"})["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [("required", ("get", "put")), ({"type": "function", "function": {"name": "put"}}, ("put",))],
+    ids=["required", "named"],
+)
+def test_a_demanded_call_arrives_as_a_call(engine: LocalEngine, how: Any, names: tuple[str, ...]) -> None:
+    choice = ask(engine, tools=TOOLS, tool_choice=how, parallel_tool_calls=False)["choices"][0]
+    calls = choice["message"]["tool_calls"]
+    assert len(calls) >= 1
+    for call in calls:
+        assert call["function"]["name"] in names
+        jsonschema.validate(json.loads(call["function"]["arguments"]), {**SCHEMA, "required": ["on"]})
