@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from localspec.commands.common import EXIT_INTERRUPTED
+from localspec.commands.common import EXIT_FAILED, EXIT_INTERRUPTED
 from localspec.config import prepare_process
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -80,6 +81,10 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else "output: "
+        click.echo(f"localspec: {where}{error.strerror or error}", err=True)
+        os._exit(EXIT_FAILED)  # buffered output that cannot be written would raise again at exit
 
 
 if __name__ == "__main__":

@@ -133,10 +133,12 @@ def print_json(document: Any) -> None:
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt itself, or all of stdin for `-`."""
+    """The prompt itself, or all of stdin for `-`. Bytes that are no UTF-8 are wrong use."""
+    text = argument if argument != "-" else sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        fail("the prompt is not valid UTF-8; convert it first, for example with iconv", EXIT_WRONG_USE)
     if argument != "-":
-        return argument
-    text = sys.stdin.read()
+        return text
     if not text.strip():
         fail("stdin held no prompt; pipe some text in, or give the prompt as an argument", EXIT_WRONG_USE)
     return text

@@ -245,11 +245,12 @@ class LocalEngine:
         yield self._done(answer, end, end.finish, tail.stop_text)
 
     def _push(self, answer: _Answer, result: SlotResult) -> Piece:
-        answer.ids.extend(result.token_ids)
+        piece = answer.stream.push(result.token_ids, result.origins)
+        answer.ids.extend(piece.token_ids)
         if answer.prepared.request.prediction_ids:
             answer.accepted_prediction += result.num_accepted
             answer.rejected += result.num_drafted - result.num_accepted
-        return answer.stream.push(result.token_ids, result.origins)
+        return piece
 
     def _delta(self, built: Built, piece: Piece, result: SlotResult) -> Delta:
         decode = built.text.tokenizer.decode
@@ -261,7 +262,7 @@ class LocalEngine:
                 tuple((i, decode([i], skip_special=False), p) for i, p in top),
             )
             for token_id, logprob, top in zip(
-                result.token_ids, result.logprobs, result.top or ((),) * len(result.token_ids), strict=False
+                piece.token_ids, result.logprobs, result.top or ((),) * len(piece.token_ids), strict=False
             )
         )
         rejected = result.num_drafted - result.num_accepted

@@ -71,7 +71,11 @@ class TextStream:
         self._pending_tokens = 0
 
     def push(self, token_ids: Sequence[int], origins: Sequence[str]) -> Piece:
-        """New tokens in order. After a piece with `stop_text`, nothing more may be pushed."""
+        """New tokens in order. After a piece with `stop_text`, nothing more may be pushed.
+
+        The token that completes a stop string is the last of the piece: what a run brought behind it does not count, so
+        that counts and log-probabilities are the same whatever was drafted.
+        """
         for token_id, origin in zip(token_ids, origins, strict=True):
             phase = self._phases.see(token_id)
             self._held_ids.append(token_id)
@@ -81,6 +85,8 @@ class TextStream:
             if text:
                 self._held_text += text
                 self._held_spans.append(Span(len(text), origin, phase))
+                if self._stops and self._find_stop()[1] is not None:
+                    break
         return self._release(final=False)
 
     def finish(self) -> Piece:

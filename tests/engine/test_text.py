@@ -39,7 +39,17 @@ def phases() -> PhaseTracker:
 
 
 def streamed(tokenizer: Tokenizer, ids: tuple[int, ...], stops: tuple[str, ...], seed: int) -> tuple[str, str | None]:
-    """Push ids in random runs; checks that spans cover the text and that no piece holds half a character."""
+    """Text and stop string of `counted`."""
+    return counted(tokenizer, ids, stops, seed)[:2]
+
+
+def counted(
+    tokenizer: Tokenizer, ids: tuple[int, ...], stops: tuple[str, ...], seed: int
+) -> tuple[str, str | None, int]:
+    """Push ids in random runs; checks that spans cover the text and that no piece holds half a character.
+
+    Returns the text, the stop string that ended it, and how many tokens counted.
+    """
     stream = TextStream(tokenizer, stops, (), phases())
     generator = random.Random(seed)
     out, index, seen = "", 0, 0
@@ -52,10 +62,10 @@ def streamed(tokenizer: Tokenizer, ids: tuple[int, ...], stops: tuple[str, ...],
         out += piece.text
         seen += len(piece.token_ids)
         if piece.stop_text is not None:
-            return out, piece.stop_text
+            return out, piece.stop_text, seen
     tail = stream.finish()
     assert seen + len(tail.token_ids) == len(ids)
-    return out + tail.text, tail.stop_text
+    return out + tail.text, tail.stop_text, len(ids)
 
 
 @pytest.mark.parametrize("source", TEXTS)
@@ -77,6 +87,13 @@ def test_a_stop_string_ends_the_text_wherever_tokens_part(
     assert whole == source
     shown, found = streamed(tokenizer, ids, (stop, "never to be seen"), 1)
     assert found == stop and shown == source[: source.index(stop)]
+
+
+def test_what_follows_a_stop_string_in_a_run_does_not_count(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1. 1\n2. 2\n3. 3\n4. 4\n")
+    counts = {counted(tokenizer, ids, ("\n2. 2",), seed) for seed in range(8)}
+    [(text, stop, tokens)] = counts
+    assert (text, stop) == ("1. 1", "\n2. 2") and tokens < len(ids) / 2
 
 
 def test_a_half_stop_string_is_shown_in_the_end(tokenizer: Tokenizer) -> None:
