@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from localspec.api.types import Delta, Done, GenerateRequest
 from localspec.core.records import Request
 from localspec.engine import ngram_tables
+from localspec.engine.build import EngineOptions, ModelPlace
+from localspec.engine.engine import LocalEngine
 from localspec.engine.ngram_tables import NgramTables
 from localspec.storage.ngram_build import RunBuilder
 from localspec.storage.ngram_manifest import TableDirectory
@@ -106,6 +109,39 @@ def test_a_forgotten_chat_is_gone_from_the_disk(tmp_path: Path, monkeypatch: pyt
     data = b"".join(path.read_bytes() for path in (tmp_path / OWN).glob("*.ngr"))
     assert (3001).to_bytes(3, "little") + (3002).to_bytes(3, "little") in data
     assert (1001).to_bytes(3, "little") + (1002).to_bytes(3, "little") not in data
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+async def test_an_engine_learns_answers_and_drafts_from_them(demo_folder: Path, tmp_path: Path) -> None:
+    """Asked again after a restart, the answer comes from the own table: the same tokens in a fraction of the steps."""
+    place = ModelPlace("demo", demo_folder, "demo")
+    options = EngineOptions(device="cpu", context_tokens=512, ngram_dir=tmp_path)
+
+    async def ask(prompt: str, *, private: bool, drafter: str) -> tuple[tuple[int, ...], int, set[str]]:
+        engine = LocalEngine(lambda model_id, report: place, options)
+        engine.start("demo")
+        ids: list[int] = []
+        origins: set[str] = set()
+        try:
+            request = GenerateRequest(prompt=prompt, max_tokens=40, drafter=drafter, private=private, chat_id="c")
+            async for event in engine.generate(request):
+                if isinstance(event, Delta):
+                    ids.extend(event.token_ids)
+                    origins.update(span.origin for span in event.spans)
+                elif isinstance(event, Done):
+                    steps = event.timings.verify_steps
+            assert "ngram_hits" in engine.metrics().storage
+        finally:
+            await engine.aclose()
+        return tuple(ids), steps, origins
+
+    first = await ask("Name the planets:", private=True, drafter="off")
+    assert not TableDirectory(next(tmp_path.glob("own-*"))).load().runs
+    again = await ask("Name the planets:", private=False, drafter="ngram_disk")
+    assert again[:2] == first[:2] and "table:own" not in again[2]
+    known = await ask("Name the planets:", private=False, drafter="ngram_disk+ngram")
+    assert known[0] == first[0] and "table:own" in known[2] and known[1] < first[1] // 2
 
 
 def test_an_answer_waits_while_another_process_builds(tmp_path: Path) -> None:
