@@ -29,6 +29,9 @@ NEWEST_PYTHON = (3, 14)
 
 def main() -> int:
     command = sys.argv[1] if len(sys.argv) > 1 else "chat"
+    if command.startswith("-"):
+        print(__doc__)
+        return 0 if command in ("-h", "--help") else 2
     if not (3, 11) <= sys.version_info[:2] <= NEWEST_PYTHON:
         print(f"localspec needs Python 3.11 to 3.14; this is {sys.version.split()[0]}", file=sys.stderr)
         return 3

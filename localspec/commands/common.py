@@ -23,6 +23,7 @@ EXIT_WRONG_USE = 2
 EXIT_MACHINE_CANNOT = 3
 EXIT_INTERRUPTED = 130
 ADDITIONS_FILE = "models.toml"
+HASHED_AT_LOAD_BYTES = 256 << 20
 
 
 class Fail(click.ClickException):
@@ -105,7 +106,7 @@ def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[st
                         "model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}"
                     )
                 pull(entry, config.paths.data_dir, hub_settings(config), show, offline=offline)
-            _check_sizes(folder)
+            _check_files(folder)
             return ModelPlace(entry.id, Path(folder), entry.title, entry.advice, entry.demo)
         except HubError as error:
             raise EngineError("model_not_found", str(error)) from error
@@ -113,19 +114,19 @@ def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[st
     return locate
 
 
-def _check_sizes(folder: Path) -> None:
-    """A truncated file is cheap to see before it is read. Raises HubError."""
-    from localspec.hub.layout import read_manifest
+def _check_files(folder: Path) -> None:
+    """Sizes of all files and hashes of small ones, which cost little beside reading them. Raises HubError."""
+    from localspec.hub.layout import read_manifest, sha256_of
     from localspec.hub.records import HubError
 
     for name, record in read_manifest(folder).files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
+        cure = f"the model is damaged: localspec rm {folder.name}, then localspec pull {folder.name}"
         if size != record.size_bytes:
-            raise HubError(
-                f"{path} has {size} of {record.size_bytes} bytes; the model is damaged: "
-                f"localspec rm {folder.name}, then localspec pull {folder.name}"
-            )
+            raise HubError(f"{path} has {size} of {record.size_bytes} bytes; {cure}")
+        if size <= HASHED_AT_LOAD_BYTES and sha256_of(path) != record.sha256:
+            raise HubError(f"{path} is not what was installed; {cure}")
 
 
 def print_json(document: Any) -> None:

@@ -12,6 +12,7 @@ import click
 from localspec.api.types import Delta, Done, EngineError, GenerateRequest, Message, Sampling
 from localspec.commands.common import default_model, fail_engine, make_locator, print_json, read_prompt, settings
 from localspec.commands.options import (
+    check_number,
     context_option,
     depth_option,
     device_option,
@@ -33,7 +34,9 @@ from localspec.commands.options import (
 @offline_option
 @learn_option
 @json_option
-@click.option("--temperature", type=click.FloatRange(0.0), help="0 is greedy. Default: the model's own.")
+@click.option(
+    "--temperature", type=click.FloatRange(0.0), callback=check_number, help="0 is greedy. Default: the model's own."
+)
 @click.option("--max-tokens", type=click.IntRange(1), help="Default: what the context leaves.")
 @click.option("--seed", type=int, help="Default: a fresh one.")
 @click.option("--system", help="System message.")

@@ -44,6 +44,8 @@ from localspec.sampling.synthetic import SyntheticAcceptance
 from localspec.scheduler.scheduler import Limits, Scheduler
 
 DEFAULT_CPU_CONTEXT_TOKENS = 8192
+CPU_CONTEXTS = 3
+"""Whole contexts on a CPU, running and finished: its memory is the user's desktop's too."""
 CACHED_CONTEXTS = 2
 """Pages for this many whole contexts beyond the running slots, for finished conversations."""
 MAX_SNAPSHOTS = 16
@@ -302,7 +304,8 @@ def _free_bytes(device: torch.device) -> int:
 def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
     """Pages for all slots and some finished conversations, within the memory that is free now."""
     per_context = -(-(limit + MAX_ROWS) // PAGE_TOKENS)
-    wanted = per_context * (MAX_SLOTS + CACHED_CONTEXTS) + 1
+    contexts = CPU_CONTEXTS if device.type == "cpu" else MAX_SLOTS + CACHED_CONTEXTS
+    wanted = per_context * contexts + 1
     page_bytes = PAGE_TOKENS * sum(spec.bytes_per_token for spec in specs)
     free_bytes = _free_bytes(device)
     affordable = int(free_bytes * MEMORY_SHARE) // max(page_bytes, 1)
