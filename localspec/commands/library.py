@@ -79,6 +79,7 @@ def df(as_json: bool) -> None:
     help="With --compact: a text to weigh errors by and to judge by. Default: a built-in one.",
 )
 @click.option("--bits", type=float, help="With --compact: bits per weight to spend, 4.5 or more. Default: 4.5.")
+@click.option("--feedback", is_flag=True, help="With --compact: columns make up for each other's rounding; slower.")
 @click.option("--device", default="auto", help="With --compact: where to quantise: auto, cpu, cuda, cuda:1.")
 @json_option
 def import_(
@@ -87,6 +88,7 @@ def import_(
     compact: bool,
     calibration: Path | None,
     bits: float | None,
+    feedback: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -98,10 +100,10 @@ def import_(
     from localspec.hub.records import HubError
 
     if compact:
-        _import_compact(path, name, calibration, bits, device, as_json)
+        _import_compact(path, name, calibration, bits, feedback, device, as_json)
         return
-    if calibration is not None or bits is not None:
-        fail("--calibration and --bits belong to --compact", EXIT_WRONG_USE)
+    if calibration is not None or bits is not None or feedback:
+        fail("--calibration, --bits and --feedback belong to --compact", EXIT_WRONG_USE)
     try:
         result = import_path(path, settings().paths.data_dir, ProgressLines(), name)
     except HubError as error:
@@ -113,7 +115,13 @@ def import_(
 
 
 def _import_compact(
-    path: Path, name: str | None, calibration: Path | None, bits: float | None, device: str, as_json: bool
+    path: Path,
+    name: str | None,
+    calibration: Path | None,
+    bits: float | None,
+    feedback: bool,
+    device: str,
+    as_json: bool,
 ) -> None:
     from localspec.api.types import EngineError
     from localspec.engine.build import resolve_device
@@ -124,7 +132,9 @@ def _import_compact(
     if bits is not None and not 4.5 <= bits <= 16:
         fail(f"--bits is {bits:g}; NVFP4 takes 4.5, so give 4.5 to 16", EXIT_WRONG_USE)
     try:
-        options = CompactOptions(name, calibration, bits_per_weight=bits, device=resolve_device(device))
+        options = CompactOptions(
+            name, calibration, bits_per_weight=bits, feedback=feedback, device=resolve_device(device)
+        )
         result = compact_model(path, settings().paths.data_dir, options, ProgressLines())
     except EngineError as error:
         fail(error.message, EXIT_MACHINE_CANNOT)

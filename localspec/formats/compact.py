@@ -19,6 +19,7 @@ from torch import Tensor
 from localspec.formats.blocks import BlockWeight
 from localspec.formats.checkpoint import TORCH_DTYPES, FolderCheckpoint
 from localspec.kernels.fp8_pack import Fp8Weight, quantise_fp8
+from localspec.kernels.nvfp4_feedback import Feedback, quantise_nvfp4_with_feedback
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, nvfp4_tensor_scale, quantise_nvfp4
 from localspec.kernels.weights import DenseWeight, LogicalWeight
 from localspec.storage.files import Buffer
@@ -26,6 +27,8 @@ from localspec.storage.safetensors import TensorItem
 
 Form = Literal["kept", "nvfp4", "fp8"]
 Method = Literal["mse", "max"]
+Guide = Tensor | Feedback | None
+"""What is known of a matrix's inputs: importance [K], or all that error feedback needs, or nothing."""
 KEPT_PARTS = ("embed_tokens.", "in_proj_a.", "in_proj_b.", "conv1d.", "visual.")
 DROPPED_SUFFIXES = (
     ".input_scale", ".input_global_scale", ".pre_quant_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
@@ -112,9 +115,9 @@ def form_of(weight: LogicalWeight) -> str:
 
 
 def compact(
-    checkpoint: FolderCheckpoint, stored: Stored, method: Method, importance: Tensor | None, device: torch.device
+    checkpoint: FolderCheckpoint, stored: Stored, method: Method, guide: Guide, device: torch.device
 ) -> Compacted:
-    """The tensor in its new form, computed on `device`, held in host memory. importance: [K] or None.
+    """The tensor in its new form, computed on `device`, held in host memory. A guide of feedback must lie there.
 
     Raises ValueError naming the tensor where it is damaged or holds values that are not finite.
     """
@@ -126,7 +129,7 @@ def compact(
     try:
         if stored.choice == "fp8":
             return _fp8(stored.name, weight, device)
-        return _nvfp4(stored.name, weight, method, importance, device)
+        return _nvfp4(stored.name, weight, method, guide, device)
     except ValueError as error:
         raise ValueError(f"{stored.name}: {error}") from None
 
@@ -149,20 +152,21 @@ def _kept(name: str, weight: LogicalWeight) -> Compacted:
     return _compacted(name, "bf16", {name: plain}, error.sqnr_db)
 
 
-def _nvfp4(
-    name: str, weight: LogicalWeight, method: Method, importance: Tensor | None, device: torch.device
-) -> Compacted:
+def _nvfp4(name: str, weight: LogicalWeight, method: Method, guide: Guide, device: torch.device) -> Compacted:
     rows, columns = weight.shape
     slabs = _slabs(weight.shape)
     amax = torch.stack([rows_of(weight, part).dequantise().abs().amax() for part in slabs]).amax()
     tensor_scale = nvfp4_tensor_scale(amax).to(device)
-    weights = None if importance is None else importance.to(device)
+    importance = guide.to(device) if isinstance(guide, Tensor) else None
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(rows, columns // BLOCK, dtype=torch.float8_e4m3fn)
     error = _ErrorSum()
     for part in slabs:
         values = rows_of(weight, part).dequantise().to(device)
-        found = quantise_nvfp4(values, method, weights, tensor_scale)
+        if isinstance(guide, Feedback):
+            found = quantise_nvfp4_with_feedback(values, guide, tensor_scale)
+        else:
+            found = quantise_nvfp4(values, method, importance, tensor_scale)
         codes[part], scales[part] = found.codes.cpu(), found.block_scale.cpu()
         error.add(values, found.dequantise())
     whole = Nvfp4Weight(codes, scales, tensor_scale.cpu().expand(rows).contiguous())

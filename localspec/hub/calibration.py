@@ -33,6 +33,7 @@ MAX_HELD_OUT_WINDOWS = 2
 MAX_TEXT_BYTES = 4 << 20
 CALIBRATION_MODULES = ("textwrap", "heapq", "fractions", "shlex")
 HELD_OUT_MODULES = ("bisect", "colorsys")
+HEADS = ("lm_head.weight",)
 _MODULE_CHARACTERS = 6000
 
 
@@ -141,6 +142,16 @@ class TextModel:
             self._runner.model.logits(self._read(window)[: len(window)])
         return self._observer.finish()
 
+    @torch.inference_mode()
+    def second_moments(self, windows: Sequence[tuple[int, ...]], names: frozenset[str]) -> dict[str, Tensor]:
+        """Mean of x x^T over the inputs of each matrix of `names`: [K, K] float32, host memory."""
+        self._observer.start(names)
+        for window in windows:
+            hidden = self._read(window)[: len(window)]
+            if not names.isdisjoint(HEADS):
+                self._runner.model.logits(hidden)
+        return {name: found for name, found in self._observer.finish().items() if name in names}
+
     def _read(self, window: tuple[int, ...]) -> Tensor:
         request = Request("", window, Sampling(), seed=0, max_tokens=1, stop_ids=(), drafter="off")
         self._runner.admit(0, request, self._pages, None)
@@ -173,6 +184,7 @@ class _Observer:
         self._packed: dict[int, tuple[tuple[str, ...], PackedWeight]] = {}
         self._sums: dict[tuple[str, ...], Tensor] | None = None
         self._num_rows: dict[tuple[str, ...], int] = {}
+        self._whole: frozenset[str] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -185,15 +197,16 @@ class _Observer:
 
     def linear(self, x: Tensor, weight: PackedWeight, norm: Norm | None = None, **more: Any) -> Tensor:
         names = self._packed.get(id(weight), ((),))[0]
-        if self._sums is not None and names:
+        if self._sums is not None and names and (self._whole is None or not self._whole.isdisjoint(names)):
             seen = (x if norm is None else self._ops.rms_norm(x, norm)).float()
-            squares = seen.square().sum(dim=0)
-            self._sums[names] = self._sums[names] + squares if names in self._sums else squares
+            found = seen.square().sum(dim=0) if self._whole is None else seen.T @ seen
+            self._sums[names] = self._sums[names] + found if names in self._sums else found
             self._num_rows[names] = self._num_rows.get(names, 0) + len(seen)
         return self._ops.linear(x, weight, norm, **more)
 
-    def start(self) -> None:
-        self._sums, self._num_rows = {}, {}
+    def start(self, whole: frozenset[str] | None = None) -> None:
+        """Begin to sum: squares of all matrices' inputs, or whole second moments for those named."""
+        self._sums, self._num_rows, self._whole = {}, {}, whole
 
     def finish(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums or {}, None

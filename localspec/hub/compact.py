@@ -11,7 +11,7 @@ import fnmatch
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
-from localspec.formats.compact import Compacted, Method, Stored, compact, survey
+from localspec.formats.compact import Compacted, Guide, Method, Stored, compact, survey
 from localspec.hub import compact_report, layout, support
 from localspec.hub.calibration import Agreement, TextModel, Texts, agreement, read_texts
 from localspec.hub.catalogue import DEFAULT_INCLUDE, id_from_name
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.records import EXIT_MACHINE_CANNOT, HubError, ProgressCallback, PullProgress, ignore_progress
+from localspec.kernels.nvfp4_feedback import feedback_of
 from localspec.storage.safetensors import TensorItem, write_safetensors
 
 ID_SUFFIX = "-nvfp4"
@@ -33,6 +34,7 @@ REPORT_NAME = "report.json"
 INDEX_NAME = "model.safetensors.index.json"
 QUANTISATION_NAME = "hf_quant_config.json"
 SHARD_BYTES = 1 << 30
+MOMENT_BYTES = 2 << 30
 RUNNING_BYTES_PER_WEIGHT = 4.5
 """Host memory for running a model on the CPU back end, which computes in float32, with some air."""
 _REPLACED_FILES = (INDEX_NAME, QUANTISATION_NAME, "config.json", REPORT_NAME, layout.MANIFEST_NAME)
@@ -41,12 +43,14 @@ _REPLACED_FILES = (INDEX_NAME, QUANTISATION_NAME, "config.json", REPORT_NAME, la
 @dataclass(frozen=True)
 class CompactOptions:
     """How to compact. `calibration`: a text file, None for the built-in text; `bits_per_weight`: budget of the
-    matrices, None for NVFP4 throughout; `measure`: run the model for importance and for the agreement."""
+    matrices, None for NVFP4 throughout; `feedback`: each column makes up for the rounding of those before it;
+    `measure`: run the model for importance and for the agreement."""
 
     model_id: str | None = None
     calibration: Path | None = None
     method: Method = "mse"
     bits_per_weight: float | None = None
+    feedback: bool = False
     device: str = "cpu"
     measure: bool = True
 
@@ -68,6 +72,8 @@ class _Observed:
     log_probs: tuple[Tensor, ...]
     texts: Texts | None
     note: str
+    model: TextModel | None = None
+    """The source, while its matrices' inputs are still asked for."""
 
 
 def compact_model(
@@ -95,11 +101,13 @@ def compact_model(
         stored = compact_report.allocate(checkpoint, stored, observed.importance, options.bits_per_weight)
         with layout.building(data_dir, name) as directory:
             meter.start("convert", f"compacting {source.name}", sum(each.bytes for each in stored))
-            written = _write_weights(checkpoint, stored, directory, observed.importance, options, meter)
+            written = _write_weights(checkpoint, stored, directory, observed, options, meter)
             _write_settings(source, directory, config, written)
+            observed = replace(observed, model=None)
             found = _measure(directory, observed, options)
             report = compact_report.make_report(stored, written, found, _tied(config))
-            report |= {"source": str(source.resolve()), "method": options.method, "note": observed.note}
+            report |= {"source": str(source.resolve()), "method": options.method, "feedback": options.feedback}
+            report["note"] = observed.note
             report["calibration"] = observed.texts.source if observed.texts else None
             layout.write_json(directory / REPORT_NAME, report)
             meter.start("publish", f"installing {name}")
@@ -159,7 +167,35 @@ def _observe(source: Path, stored: tuple[Stored, ...], options: CompactOptions) 
     texts = read_texts(source, options.calibration)
     model = TextModel(source, options.device)
     importance = model.mean_squares(texts.calibration) if options.method == "mse" else {}
-    return _Observed(importance, tuple(model.log_probs(window) for window in texts.held_out), texts, "")
+    log_probs = tuple(model.log_probs(window) for window in texts.held_out)
+    return _Observed(importance, log_probs, texts, "", model if options.feedback else None)
+
+
+class _Guides:
+    """What is known of each matrix's inputs. Second moments are gathered for as many matrices as MOMENT_BYTES hold."""
+
+    def __init__(self, stored: tuple[Stored, ...], observed: _Observed, device: torch.device) -> None:
+        self._observed, self._device = observed, device
+        names = observed.importance.keys()
+        self._left = {each.name: each.shape[1] for each in stored if each.choice == "nvfp4" and each.name in names}
+        self._moments: dict[str, Tensor] = {}
+
+    def of(self, name: str) -> Guide:
+        """The guide of a matrix, asked for once each and in the order of the survey."""
+        model, texts = self._observed.model, self._observed.texts
+        if model is None or texts is None or name not in self._left:
+            return self._observed.importance.get(name)
+        if name not in self._moments:
+            wanted: list[str] = []
+            total_bytes = 0
+            for each, columns in self._left.items():
+                total_bytes += 4 * columns * columns
+                if wanted and total_bytes > MOMENT_BYTES:
+                    break
+                wanted.append(each)
+            self._moments = model.second_moments(texts.calibration, frozenset(wanted))
+        del self._left[name]
+        return feedback_of(self._moments.pop(name).to(self._device))
 
 
 def _measure(directory: Path, observed: _Observed, options: CompactOptions) -> Agreement | None:
@@ -173,12 +209,13 @@ def _write_weights(
     checkpoint: FolderCheckpoint,
     stored: tuple[Stored, ...],
     directory: Path,
-    importance: Mapping[str, Tensor],
+    observed: _Observed,
     options: CompactOptions,
     meter: ProgressMeter,
 ) -> tuple[Compacted, ...]:
     """Weight files of at most about SHARD_BYTES and their index. What is returned holds no bytes."""
     device = torch.device(options.device)
+    guides = _Guides(stored, observed, device)
     shards: list[list[str]] = []
     waiting: list[TensorItem] = []
     waiting_bytes = total_bytes = 0
@@ -190,7 +227,7 @@ def _write_weights(
         waiting.clear()
 
     for each in stored:
-        found = compact(checkpoint, each, options.method, importance.get(each.name), device)
+        found = compact(checkpoint, each, options.method, guides.of(each.name), device)
         waiting += found.items
         waiting_bytes += found.bytes
         total_bytes += found.bytes

@@ -86,10 +86,8 @@ class PackedNvfp4:
 def dequantise_nvfp4(weight: Nvfp4Weight) -> Tensor:
     """[N, K] float32: code value * block scale * row scale, multiplied in that order."""
     rows, columns = weight.shape
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=weight.codes.device)
-    table = torch.cat([table, -table])
     nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).reshape(rows, columns)
-    values = table[nibbles.long()].reshape(rows, columns // BLOCK, BLOCK)
+    values = e2m1_values(nibbles).reshape(rows, columns // BLOCK, BLOCK)
     scaled = values * weight.block_scale.to(torch.float32)[:, :, None]
     return scaled.reshape(rows, columns) * weight.row_scale[:, None]
 
@@ -126,7 +124,7 @@ def quantise_nvfp4(
             part = slice(begin, begin + step)
             best_code[part] = _sweep(blocks[part], centre[part], column_weights)
     scale = _e4m3_value(best_code)
-    codes = _e2m1_code(blocks, scale)
+    codes = e2m1_codes(blocks / scale[..., None])
     packed = codes.reshape(rows, columns // 2, 2)
     return Nvfp4Weight(
         codes=(packed[..., 0] | (packed[..., 1] << 4)).contiguous(),
@@ -178,9 +176,8 @@ def _e4m3_value(code: Tensor) -> Tensor:
     return code.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def _e2m1_code(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Nearest e2m1 code, ties to the even code. blocks [n, B, 16], scale [n, B] > 0 -> uint8."""
-    ratio = blocks / scale[..., None]
+def e2m1_codes(ratio: Tensor) -> Tensor:
+    """Nearest e2m1 code of values in units of their scale, ties to the even code, uint8 of the same shape."""
     magnitude = ratio.abs()
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, midpoint in enumerate(E2M1_MIDPOINTS):
@@ -189,8 +186,14 @@ def _e2m1_code(blocks: Tensor, scale: Tensor) -> Tensor:
     return code | ((ratio < 0) & (code > 0)).to(torch.uint8) << 3
 
 
+def e2m1_values(codes: Tensor) -> Tensor:
+    """float32 values of codes 0..15, same shape."""
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
+    return torch.cat([table, -table])[codes.long()]
+
+
 def _e2m1_rounded(ratio: Tensor) -> Tensor:
-    """Nearest e2m1 value of ratios >= 0, ties as in `_e2m1_code`: steps of 0.5 below 2, of 1 below 4, then of 2."""
+    """Nearest e2m1 value of ratios >= 0, ties as in `e2m1_codes`: steps of 0.5 below 2, of 1 below 4, then of 2."""
     step = torch.where(ratio < 2, 0.5, torch.where(ratio < 4, 1.0, 2.0))
     return ((ratio / step).round_() * step).clamp_(max=6.0)
 

@@ -220,6 +220,26 @@ def test_importance_comes_from_what_a_matrix_sees(tmp_path: Path) -> None:
     torch.testing.assert_close(found[key], normed.square().mean(dim=0))
 
 
+def test_feedback_lowers_what_the_text_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model("qwen3_5", 12, tmp_path / "model")
+    add_mtp(source)
+    plain = compact_model(source, tmp_path / "data", CompactOptions())
+    # Room for the moments of two matrices, so that they are gathered many times.
+    monkeypatch.setattr(compact, "MOMENT_BYTES", 2 * 4 * 64 * 64)
+    fed = compact_model(source, tmp_path / "data", CompactOptions("fed", feedback=True))
+    assert fed.report["bits_per_weight"] == plain.report["bits_per_weight"] and fed.report["feedback"]
+    name = "model.language_model.layers.0.mlp.gate_proj.weight"
+    values = load_file(source / "model.safetensors")[name]
+    texts = calibration.read_texts(source, None).calibration
+    moments = calibration.TextModel(source, "cpu").second_moments(texts, frozenset({name}))
+    assert moments.keys() == {name}
+    errors = []
+    for result in (plain, fed):
+        lost = open_checkpoint(result.directory).weight(name).dequantise() - values
+        errors.append(float((lost @ moments[name] * lost).sum()))
+    assert errors[1] < 0.8 * errors[0]
+
+
 def test_agreement_of_known_distributions() -> None:
     source = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]]).log()
     other = torch.tensor([[0.25, 0.75, 0.0], [0.9, 0.1, 0.0]]).log()

@@ -1,0 +1,195 @@
+"""What NVFP4 costs a model: KL and top-1 agreement of each way to quantise its matrices, beside integer formats.
+
+    python scripts/measure_quantiser.py MODEL_FOLDER [--name NAME] [--ways max,mse,...]
+
+The source is the folder's weights as float32. All matrices of the layers are replaced, the embedding (and a tied head)
+never. Calibration text: articles of pydoc_data.topics and modules of the standard library. Held-out text: the prose of
+localspec/hub/calibration_text.py and other modules, 256 tokens each, teacher forced. Integer formats are quantised by
+the rounding of the gguf package (Q4_0, Q4_1), and Q4_K by a search of our own over the format's grid, super-blocks
+running on over the ends of rows. Prints a table and one line of JSON, kept in scripts/results/quantiser.json by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint, read_config
+from localspec.formats.compact import survey
+from localspec.hub.calibration import TextModel, agreement
+from localspec.hub.calibration_text import CALIBRATION_PROSE, HELD_OUT_PROSE
+from localspec.kernels.nvfp4_feedback import feedback_of, quantise_nvfp4_with_feedback
+from localspec.kernels.nvfp4_pack import quantise_nvfp4
+
+RESULTS = Path(__file__).parent / "results" / "quantiser.json"
+WINDOW_TOKENS = 256
+CALIBRATION_WINDOWS = 40
+CALIBRATION_MODULES = ("textwrap", "heapq", "fractions", "shlex", "json.decoder")
+HELD_OUT_MODULES = ("bisect", "sched", "colorsys")
+SUPER_BLOCK = 256
+Way = Callable[[Tensor, Tensor], Tensor]
+
+
+def q4_k(weight: Tensor) -> Tensor:
+    """Values on the grid of Q4_K: 16 levels a block of 32, scale and minimum of 6 bits over a float16 each."""
+    blocks = weight.reshape(-1, SUPER_BLOCK // 32, 32)
+    low = blocks.amin(-1).clamp(max=0)
+    width = (blocks.amax(-1) - low).clamp(min=1e-12)
+    best = torch.full_like(low, torch.inf)
+    best_scale, best_low = width / 15, low
+    for shrink in range(-10, 11):
+        codes = ((blocks - low[..., None]) * ((15 + 0.1 * shrink) / width)[..., None]).round().clamp(0, 15)
+        # Least squares of scale * code + minimum.
+        mean_code, mean = codes.mean(-1), blocks.mean(-1)
+        spread = (codes - mean_code[..., None]).square().sum(-1).clamp(min=1e-12)
+        scale = ((codes - mean_code[..., None]) * (blocks - mean[..., None])).sum(-1) / spread
+        minimum = (mean - scale * mean_code).clamp(max=0)
+        error = (codes * scale[..., None] + minimum[..., None] - blocks).square().sum(-1)
+        better = (error < best) & (scale > 0)
+        best, best_scale = torch.where(better, error, best), torch.where(better, scale, best_scale)
+        best_low = torch.where(better, minimum, best_low)
+    scale_unit = (best_scale.amax(-1, keepdim=True) / 63).half().float().clamp(min=1e-8)
+    low_unit = ((-best_low).amax(-1, keepdim=True) / 63).half().float().clamp(min=1e-8)
+    scale = (best_scale / scale_unit).round().clamp(0, 63) * scale_unit
+    minimum = -(-best_low / low_unit).round().clamp(0, 63) * low_unit
+    codes = ((blocks - minimum[..., None]) / scale.clamp(min=1e-12)[..., None]).round().clamp(0, 15)
+    return (codes * scale[..., None] + minimum[..., None]).reshape(weight.shape)
+
+
+def by_gguf(kind: gguf.GGMLQuantizationType) -> Way:
+    def way(weight: Tensor, moments: Tensor) -> Tensor:
+        del moments
+        packed = gguf.quants.quantize(weight.numpy(), kind)
+        return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(packed, kind)))
+
+    return way
+
+
+WAYS: dict[str, tuple[float, Way]] = {
+    "max": (4.5, lambda weight, moments: quantise_nvfp4(weight, "max").dequantise()),
+    "mse": (4.5, lambda weight, moments: quantise_nvfp4(weight).dequantise()),
+    "importance": (4.5, lambda weight, moments: quantise_nvfp4(weight, importance=moments.diagonal()).dequantise()),
+    "feedback": (4.5, lambda weight, moments: quantise_nvfp4_with_feedback(weight, feedback_of(moments)).dequantise()),
+    "q4_k": (4.5, lambda weight, moments: q4_k(weight)),
+    "q4_0": (4.5, by_gguf(gguf.GGMLQuantizationType.Q4_0)),
+    "q4_1": (5.0, by_gguf(gguf.GGMLQuantizationType.Q4_1)),
+}
+
+
+def module_text(name: str) -> str:
+    return Path(__import__(name, fromlist=["_"]).__file__).read_text(encoding="utf-8")
+
+
+def texts(folder: Path) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Windows of token ids: for calibration, held out."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def windows(text: str) -> Iterator[tuple[int, ...]]:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        yield from (tuple(ids[at : at + WINDOW_TOKENS]) for at in range(0, len(ids) - WINDOW_TOKENS + 1, WINDOW_TOKENS))
+
+    prose = "\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)
+    code = "\n".join(module_text(name)[:12000] for name in CALIBRATION_MODULES)
+    half = CALIBRATION_WINDOWS // 2
+    calibration = [window for text in (prose, code) for window, _ in zip(windows(text), range(half), strict=False)]
+    own_prose = "\n".join((HELD_OUT_PROSE, *CALIBRATION_PROSE))
+    held_code = [next(windows(module_text(name))) for name in HELD_OUT_MODULES]
+    return calibration, [*windows(own_prose), *held_code]
+
+
+def write_variant(
+    checkpoint: FolderCheckpoint, folder: Path, source: Path, way: Way | None, moments: dict[str, Tensor]
+) -> float:
+    """A folder with the weights that a way gives, as float32 (None: the source's); returns its mean SQNR in dB."""
+    folder.mkdir()
+    config = read_config(source)
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, Tensor] = {}
+    ratios = []
+    for each in survey(checkpoint):
+        if len(each.shape) != 2:
+            tensors[each.name] = checkpoint.vector(each.name).clone()
+            continue
+        values = checkpoint.weight(each.name).dequantise()
+        found = values
+        if way is not None and each.choice != "kept":
+            found = way(values, moments[each.name])
+            ratios.append(float(10 * ((values.square().sum() / (found - values).square().sum()).log10())))
+        tensors[each.name] = found.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return statistics.mean(ratios) if ratios else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--name", default="demo")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    calibration, held_out = texts(arguments.model)
+    with closing(open_checkpoint(arguments.model)) as checkpoint, tempfile.TemporaryDirectory() as scratch:
+        plain = Path(scratch) / "plain"
+        write_variant(checkpoint, plain, arguments.model, None, {})
+        model = TextModel(plain, "cpu")
+        expected = [model.log_probs(window) for window in held_out]
+        names = frozenset(each.name for each in survey(checkpoint) if each.choice == "nvfp4")
+        moments = model.second_moments(calibration, names)
+        del model
+        shutil.rmtree(plain)
+        rows = {}
+        for name in arguments.ways.split(","):
+            bits, way = WAYS[name]
+            folder = Path(scratch) / name
+            begin = time.monotonic()
+            sqnr_db = write_variant(checkpoint, folder, arguments.model, way, moments)
+            quantise_s = time.monotonic() - begin
+            other = TextModel(folder, "cpu")
+            found = [other.log_probs(window) for window in held_out]
+            del other
+            shutil.rmtree(folder)
+            whole = agreement(expected, found)
+            each = [agreement([a], [b]).mean_kl for a, b in zip(expected, found, strict=True)]
+            rows[name] = {
+                "bits": bits,
+                "mean_kl_nats": round(whole.mean_kl, 5),
+                "same_top_1": round(whole.top_1, 4),
+                "mean_sqnr_db": round(sqnr_db, 2),
+                "kl_by_window": [round(value, 4) for value in each],
+                "quantise_s": round(quantise_s, 1),
+            }
+            print(
+                f"{name:12} {bits:4.2f} bits  KL {whole.mean_kl:.4f}  top-1 {100 * whole.top_1:.1f}%  "
+                f"SQNR {sqnr_db:.2f} dB  {quantise_s:.0f} s",
+                flush=True,
+            )
+    tokens = {"held_out": sum(map(len, held_out)), "calibration": sum(map(len, calibration))}
+    document = {"model": arguments.model.name, "tokens": tokens, "ways": rows}
+    if "max" in rows:
+        base = rows["max"]["mean_kl_nats"]
+        document["kl_below_max_scaling"] = {
+            name: round(1 - row["mean_kl_nats"] / base, 3) for name, row in rows.items()
+        }
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    RESULTS.write_text(json.dumps({**results, arguments.name: document}, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
