@@ -15,6 +15,7 @@ from localspec.api.engine import Engine
 from localspec.api.types import (
     Delta,
     Done,
+    EngineError,
     FinishReason,
     GenerateRequest,
     Phase,
@@ -92,14 +93,15 @@ async def run(
 ) -> AsyncGenerator[Progress, None]:
     """Progress of one request. `splits` False passes the text on as it is (plain completions).
 
-    Raises EngineError as the engine does. Close it to cancel.
+    Raises EngineError as the engine does, and for an answer that the engine broke off: what came of it must not pass
+    for a whole one. Close it to cancel.
     """
     splitter: Splitter | None = None
     usage, done = _Count(), None
     async with closing(engine.generate(request)) as events:
         async for event in events:
             if isinstance(event, Done):
-                done = event
+                done = _whole(event)
             elif isinstance(event, Delta):
                 usage.add(event)
                 if splitter is None and event.text:
@@ -187,6 +189,18 @@ class _PlainText(Splitter):
     def __init__(self) -> None:
         super().__init__(SplitOptions(), str)
         self._step = self._content
+
+
+def _whole(done: Done) -> Done:
+    """The end of an answer that ended by itself. Raises EngineError for one that was cut."""
+    if done.finish_reason == "cancelled":
+        raise EngineError(
+            "not_ready",
+            "The answer broke off: the server is stopping or loads another model. Ask again when /health answers 200.",
+        )
+    if done.finish_reason == "error":
+        raise EngineError("internal", "The answer broke off: the engine failed. Its log has the details.")
+    return done
 
 
 def _finished(done: Done | None, count: _Count, n_calls: int) -> Finished:

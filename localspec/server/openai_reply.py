@@ -96,7 +96,7 @@ def finish_word(finished: Finished, is_named: bool) -> str:
     """finish_reason as clients know it; a call that the client named itself ends with `stop`."""
     if finished.finish_reason == "tool_calls" and is_named:
         return "stop"
-    return {"cancelled": "stop", "error": "stop"}.get(finished.finish_reason, finished.finish_reason)
+    return finished.finish_reason
 
 
 def usage_json(usage: Usage, predicted: bool) -> dict[str, Any]:
