@@ -19,6 +19,7 @@ from pathlib import Path
 
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, ModelRow, SpillIndex
 from localspec.cache.spill_keys import (
+    Place,
     common_tokens,
     id_bytes,
     root_key,
@@ -240,13 +241,11 @@ class SpillStore:
         root = root_key(self.identity.fingerprint, salt)
         places = segment_places(root, ids)
         whole = [place for place in places if place.num_tokens == SEGMENT_TOKENS]
-        rows = self.index.present([place.key for place in whole])
-        segments: list[Block] = []
-        for place in whole:
-            row = rows.get(place.key)
-            if row is None or row.kind != SEGMENT or (row.token_begin, row.token_end) != (place.begin, place.end):
-                break
-            segments.append(row)
+        file_bytes = HEADER_BYTES + SEGMENT_TOKENS * self.identity.token_bytes
+        segments = [
+            Block(place.key, self.identity.fingerprint, place.parent, SEGMENT, place.begin, place.end, file_bytes)
+            for place in whole[: self._num_present(whole)]
+        ]
         num_tokens = len(segments) * SEGMENT_TOKENS
         parent = segments[-1].key if segments else root
         tail = self._best_tail(parent, num_tokens, ids[4 * num_tokens : 4 * (num_tokens + SEGMENT_TOKENS)])
@@ -260,6 +259,16 @@ class SpillStore:
             return Found()
         kept = tuple(block for block in segments if block.token_begin < state.token_end)
         return Found(state.token_end, kept, state)
+
+    def _num_present(self, places: list[Place]) -> int:
+        """How many segments of a chain are indexed. No row outlives the one before it, so halving finds the end."""
+        low, high = 0, len(places)
+        if places and self.index.has(places[-1].key):
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.index.has(places[middle].key) else (low, middle)
+        return low
 
     def _best_tail(self, parent: bytes, begin: int, ids: bytes) -> tuple[Block, int] | None:
         best: tuple[Block, int] | None = None

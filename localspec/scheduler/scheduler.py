@@ -26,6 +26,9 @@ from localspec.core.records import (
 )
 from localspec.scheduler.sequence import Sequence, Stage
 
+PROMPT_TAIL_TOKENS = 16
+"""Templates write the last tokens of a prompt (who speaks next, an opened thought) otherwise once they are history."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -35,6 +38,8 @@ class Limits:
     max_queued: int = 64
     chunk_tokens: int = SEGMENT_TOKENS
     shared_chunk_tokens: int = PAGE_TOKENS
+    steady_depth: bool = False
+    """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""
 
 
 class DepthPolicy(Protocol):
@@ -131,6 +136,7 @@ class Scheduler:
         sequence.cached_tokens = sequence.prefilled_tokens = match.total_tokens
         sequence.length_bound_tokens = sequence.prompt_tokens
         sequence.miss_reason = match.miss_reason
+        sequence.state_positions = self._state_positions(request, match)
         done = sequence.prefilled_tokens >= sequence.prefill_target_tokens
         sequence.stage = Stage.DECODE if done else Stage.PREFILL
         return Admission(sequence, match, tuple(sequence.pages), match.partial_page)
@@ -191,10 +197,20 @@ class Scheduler:
             request = sequence.request
             self.prefix.insert(request.prompt_ids[:whole], sequence.pages, request.chat_id, request.cache_salt)
 
+    def _state_positions(self, request: Request, match: Match) -> tuple[int, ...]:
+        """Where a state will be wanted again: where this prompt departs from others, and just before its end."""
+        if not self.needs_state:
+            return ()
+        ids = request.prompt_ids[:-1]
+        shared_tokens = self.prefix.match(ids, False, request.cache_salt).total_tokens
+        wanted = (tokens // PAGE_TOKENS * PAGE_TOKENS for tokens in (shared_tokens, len(ids) - PROMPT_TAIL_TOKENS))
+        return tuple(sorted({tokens for tokens in wanted if match.total_tokens < tokens < len(ids)}))
+
     def _prefill_plan(self, sequence: Sequence, shared: bool) -> PrefillPlan:
         size = self.limits.shared_chunk_tokens if shared else self.limits.chunk_tokens
         start = sequence.prefilled_tokens
         border = start // size * size + size
+        border = min([border, *(tokens for tokens in sequence.state_positions if tokens > start)])
         return PrefillPlan(
             slot=sequence.slot,
             sequence_id=sequence.id,
@@ -210,7 +226,7 @@ class Scheduler:
             drafter, depth = self.policy.choose(sequence, len(decoding))
             share = spare_rows // (len(decoding) - index)
             room = sequence.prompt_tokens + sequence.request.max_tokens - sequence.length_bound_tokens - 1
-            depth = max(0, min(depth, share, room))
+            depth = max(0, min(depth, share) if self.limits.steady_depth else min(depth, share, room))
             spare_rows -= depth
             slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
             sequence.length_bound_tokens += 1 + depth

@@ -39,6 +39,8 @@ class Sequence:
     cancelled: bool = False
     held: bool = False
     """Waits for its prefix to come from disk."""
+    state_positions: tuple[int, ...] = ()
+    """Numbers of prompt tokens after which the state is to be kept; a prefill chunk ends there."""
 
     def see_phase(self, token_ids: tuple[int, ...]) -> None:
         """Follow the last token of the thinking markers through newly emitted tokens."""

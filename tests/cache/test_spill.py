@@ -327,7 +327,9 @@ def test_an_index_that_lies_serves_nothing_wrong(store: SpillStore) -> None:
     lie = [*ids[:256], *ids_of(2, 44)]
     assert store.lookup(lie).num_tokens == 256
     db.execute("UPDATE block SET token_end = 512 WHERE token_end = 256")
-    assert store.lookup(ids).num_tokens == 0
+    found = store.lookup(ids)
+    assert found.num_tokens == 256
+    check_found(store, found, ids)
 
 
 def test_random_bytes_in_the_index_never_raise(tmp_path: Path) -> None:
@@ -421,7 +423,7 @@ def test_two_processes_write_one_store(tmp_path: Path) -> None:
         try:
             check_found(store, found, ids)
         except FileNotFoundError:  # forgotten between the look and the read: computed again
-            store.drop(found.segments[-1])
+            pass
         num_found += 1
     for child in children:
         assert child.poll() is None, "a writer died"

@@ -12,12 +12,13 @@ import pytest
 
 from localspec.api.types import Sampling
 from localspec.cache.spill import SpillLimits
-from localspec.core.records import MAX_SLOTS
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, DrafterSetup, drafter_module
 from localspec.engine.build import Assembled, EngineOptions, assemble
 from localspec.engine.tiers import DiskTiers
 from localspec.kernels.backends.reference import ReferenceOps
 from localspec.models import Model
+from localspec.scheduler.scheduler import PROMPT_TAIL_TOKENS
 from tests.helpers.engine import Collected, make_request, run
 from tests.helpers.models import load_model, random_checkpoint, reference_ops
 
@@ -78,6 +79,13 @@ def eager(parts: Assembled) -> None:
     tiers = parts.loop.tiers
     assert isinstance(tiers, DiskTiers)
     tiers._worth_reading = lambda tokens, size: True  # type: ignore[method-assign]
+
+
+def usable(parts: Assembled, num_tokens: int) -> int:
+    """Tokens that come from disk for a prompt that was asked before: a hybrid resumes from a page near its end."""
+    if not parts.scheduler.needs_state:
+        return num_tokens - 1
+    return (num_tokens - 1 - PROMPT_TAIL_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -160,14 +168,46 @@ def test_a_departure_inside_a_segment(machine: Machine, tmp_path: Path) -> None:
     with machine.engine(tmp_path / "kv") as parts:
         eager(parts)
         [one] = run(parts, [make_request(edited, max_tokens=8, logprobs=0)])
-        assert one.cached_tokens == (0 if parts.scheduler.needs_state else 390)
+        assert one.cached_tokens == (usable(parts, 400) if parts.scheduler.needs_state else 390)
     with machine.engine(tmp_path / "kv") as parts:
         eager(parts)
         [two] = run(parts, [make_request(regenerated, max_tokens=8, logprobs=0)])
-        assert two.cached_tokens == 399
+        assert two.cached_tokens == usable(parts, 400)
     with machine.engine_without() as parts:
         fresh = run(parts, [make_request(edited, max_tokens=8, logprobs=0)])
         assert facts(fresh) == facts([one])
+
+
+def test_a_template_that_rewrites_the_end_of_the_prompt(machine: Machine, tmp_path: Path) -> None:
+    """An opened thought is gone once it is history: the next turn departs a few tokens before the prompt's end."""
+    first = [*prompt_ids(5, 500), 91, 92, 93]
+    ask = dict(max_tokens=20, logprobs=0)
+    with machine.engine(tmp_path / "kv") as parts:
+        [one] = run(parts, [make_request(first, **ask)])
+        second = [*first[:500], 94, *one.token_ids[8:], 95, 96]
+        [unbroken] = run(parts, [make_request(second, private=True, **ask)])
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        [restored] = run(parts, [make_request(second, private=True, **ask)])
+        assert restored.cached_tokens == (usable(parts, 503) if parts.scheduler.needs_state else 500)
+    with machine.engine_without() as parts:
+        assert facts([restored]) == facts([unbroken]) == facts(run(parts, [make_request(second, **ask)]))
+
+
+def test_a_shared_beginning_gets_a_state_of_its_own(machine: Machine, tmp_path: Path) -> None:
+    """The second conversation with a system prompt leaves a state at its end, the third resumes there."""
+    system = prompt_ids(1, 330)
+    chats = [[*system, 100 + seed, *prompt_ids(seed, 200)] for seed in (2, 3, 4)]
+    with machine.engine(tmp_path / "kv") as parts:
+        for chat in chats[:2]:
+            run(parts, [make_request(chat, max_tokens=4)])
+        needs_state = parts.scheduler.needs_state
+    with machine.engine(tmp_path / "kv") as parts:
+        eager(parts)
+        [third] = run(parts, [make_request(chats[2], max_tokens=4, logprobs=0)])
+    assert third.cached_tokens == (320 if needs_state else 330)
+    with machine.engine_without() as parts:
+        assert facts([third]) == facts(run(parts, [make_request(chats[2], max_tokens=4, logprobs=0)]))
 
 
 def test_warm_brings_a_chat_before_its_request(machine: Machine, tmp_path: Path) -> None:
@@ -180,7 +220,7 @@ def test_warm_brings_a_chat_before_its_request(machine: Machine, tmp_path: Path)
         found: list[int] = []
         prefix, needs_state = parts.scheduler.prefix, parts.scheduler.needs_state
         parts.loop.call(lambda: found.append(prefix.match(tuple(first[:-1]), needs_state).total_tokens)).result(20)
-        assert found == [299]
+        assert found == [usable(parts, 300)]
 
 
 def test_private_and_forgotten_chats_leave_nothing(machine: Machine, tmp_path: Path) -> None:
@@ -247,7 +287,7 @@ def test_a_lost_index_is_said_and_survived(machine: Machine, tmp_path: Path, cap
     with machine.engine(kv_dir) as parts:
         eager(parts)
         [again] = run(parts, [make_request(first, max_tokens=8, logprobs=0)])
-        assert facts([again]) == facts([one]) and again.cached_tokens == 399
+        assert facts([again]) == facts([one]) and again.cached_tokens == usable(parts, 400)
 
 
 def test_two_engines_on_one_directory(machine: Machine, tmp_path: Path) -> None:
@@ -263,7 +303,7 @@ def test_two_engines_on_one_directory(machine: Machine, tmp_path: Path) -> None:
         assert isinstance(tiers, DiskTiers)
         wait(lambda: not tiers._waiting)
         [seen] = run(right, [make_request(prompts[0], max_tokens=6, logprobs=0)])
-        assert seen.cached_tokens == 299 and facts([seen]) == facts(one[:1])
+        assert seen.cached_tokens == usable(right, 300) and facts([seen]) == facts(one[:1])
 
 
 def test_an_unusable_directory_costs_nothing_but_the_cache(machine: Machine, tmp_path: Path) -> None:
@@ -299,4 +339,4 @@ def test_streams_go_on_while_a_restore_is_slow(machine: Machine, tmp_path: Path)
         parts.loop.cancel(ticket)
         assert cancelled.done.wait(20)
         go.append(True)
-        assert held.done.wait(20) and held.cached_tokens == 499
+        assert held.done.wait(20) and held.cached_tokens == usable(parts, 500)

@@ -1,0 +1,214 @@
+"""The cache on disk, measured: a chat reopened after a restart against its recompute, and an index of a million rows.
+
+    python scripts/measure_spill.py reopen [--model DIR] [--tokens 8000] [--kv DIR]
+    python scripts/measure_spill.py index [--segments 1000000] [--kv DIR]
+
+`reopen` runs one prompt on an engine with an empty cache, closes it, and asks the same prompt of a new engine over the
+same directory (the page cache is asked to forget the files first). The bar: time to first token at most 1.3 times
+bytes / measured disk rate + 100 ms. `index` times the start and lookups of prompts of up to 32k tokens (wall, and
+the time the processor spent, for busy machines).
+Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from localspec.api.types import Sampling
+from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore
+from localspec.cache.spill_index import SEGMENT
+from localspec.cache.spill_keys import fingerprint, id_bytes, root_key, segment_places
+from localspec.core.records import SEGMENT_TOKENS, Request
+
+CHAIN_SEGMENTS = 128
+INDEXES = ("block_by_parent", "block_by_priority", "segment_ids_by_key", "chat_by_key")
+TRIGGERS = ("block_added", "block_removed")
+
+
+def first_token(model_dir: Path, kv_dir: Path, ids: list[int], context: int) -> dict[str, float]:
+    """Start an engine, ask once, close it; seconds to the first token and what came from the cache."""
+    from localspec.engine.build import EngineOptions, ModelPlace, build
+    from localspec.engine.loop import EndNews, News, PrefillNews, StepNews
+
+    options = EngineOptions(
+        device="cpu", context_tokens=context, kv_dir=kv_dir, kv_limits=SpillLimits(cap_bytes=1 << 40, min_free_bytes=0)
+    )
+    built = build(ModelPlace("demo", model_dir, "demo"), options, lambda stage: None)
+    loop = built.parts.loop
+    loop.start()
+    facts: dict[str, float] = {}
+    done = threading.Event()
+    tokens: list[int] = []
+
+    def see(news: News) -> None:
+        if isinstance(news, PrefillNews):
+            facts["cached_tokens"] = news.cached_tokens
+        elif isinstance(news, StepNews):
+            facts.setdefault("first_token_s", time.perf_counter() - started_s)
+            tokens.extend(news.result.token_ids)
+        elif isinstance(news, EndNews):
+            done.set()
+
+    request = Request("", tuple(ids), Sampling(), 1, 8, (), drafter="off")
+    started_s = time.perf_counter()
+    loop.submit(request, see)
+    done.wait()
+    started_s = time.perf_counter()
+    loop.stop()
+    facts["close_s"] = time.perf_counter() - started_s
+    facts |= dict(built.parts.metrics.snapshot().tiers)
+    return facts | {"check": hash(tuple(tokens))}
+
+
+def forget_pages(folder: Path) -> None:
+    """Ask the kernel to drop the files from its page cache."""
+    for path in folder.rglob("*.blk"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def disk_rate(folder: Path) -> float:
+    """Bytes/s of reading the block files one after the other past the page cache."""
+    from localspec.storage.aio import AsyncReader, OpenFile, Priority
+
+    paths = sorted(folder.rglob("*.blk"))
+    with AsyncReader(threads=2, buffer_cap_bytes=64 << 20) as reader:
+        started_s, total = time.perf_counter(), 0
+        for path in paths:
+            file = OpenFile(path)
+            for offset in range(0, file.size_bytes, 8 << 20):
+                length = min(8 << 20, file.size_bytes - offset)
+                reader.submit(file, offset, length, priority=Priority.BULK).result()
+                total += length
+        return total / (time.perf_counter() - started_s)
+
+
+def reopen(model_dir: Path, kv_dir: Path, num_tokens: int) -> dict[str, float]:
+    generator = random.Random(3)
+    ids = [generator.randrange(1000, 40_000) for _ in range(num_tokens)]
+    context = num_tokens + 64
+    cold = first_token(model_dir, kv_dir, ids, context)
+    forget_pages(kv_dir)
+    warm = first_token(model_dir, kv_dir, ids, context)
+    if cold["check"] != warm["check"]:
+        raise SystemExit("the restored chat gave other tokens; no figure stands")
+    stored = sum(path.stat().st_size for path in kv_dir.rglob("*.blk"))
+    forget_pages(kv_dir)
+    rate = disk_rate(kv_dir)
+    bar_s = 1.3 * stored / rate + 0.1
+    return {
+        "tokens": num_tokens,
+        "cached_tokens": warm["cached_tokens"],
+        "stored_mb": round(stored / 1e6, 1),
+        "recompute_s": round(cold["first_token_s"], 3),
+        "from_disk_s": round(warm["first_token_s"], 3),
+        "ratio": round(warm["first_token_s"] / cold["first_token_s"], 4),
+        "disk_mb_per_s": round(rate / 1e6, 1),
+        "bar_s": round(bar_s, 3),
+        "restore_mb_per_s": warm["ssd_restore_mb_per_s"],
+        "first_close_s": round(cold["close_s"], 3),
+    }
+
+
+def chain_ids(chain: int) -> list[int]:
+    return [(chain * 7919 + i * 31) % 50_000 for i in range(CHAIN_SEGMENTS * SEGMENT_TOKENS)]
+
+
+def fill(store: SpillStore, num_segments: int) -> None:
+    """Rows only. Indexes are made at the end: one by one a million takes an hour."""
+    index, owner = store.index, store.identity
+    db = index.connection()
+    made = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall())
+    db.execute("BEGIN")
+    for name in INDEXES:
+        db.execute(f"DROP INDEX {name}")
+    for name in TRIGGERS:
+        db.execute(f"DROP TRIGGER {name}")
+    root = root_key(owner.fingerprint, "")
+    for chain in range(num_segments // CHAIN_SEGMENTS):
+        data = id_bytes(chain_ids(chain))
+        places = segment_places(root, data)
+        rows = [
+            (p.key, owner.fingerprint, p.parent, SEGMENT, p.begin, p.end, 8 << 20, -30.0, chain / 32.0) for p in places
+        ]
+        db.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        ids = [(p.parent, data[4 * p.begin : 4 * p.end], p.key) for p in places]
+        db.executemany("INSERT INTO segment_ids VALUES (?, ?, ?)", ids)
+    for name in (*INDEXES, *TRIGGERS):
+        db.execute(made[name])
+    count = num_segments // CHAIN_SEGMENTS * CHAIN_SEGMENTS
+    db.execute("UPDATE model SET num_blocks = ?, stored_bytes = ?", (count, count * (8 << 20)))
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def index_of(kv_dir: Path, num_segments: int) -> dict[str, float]:
+    owner = ModelIdentity(fingerprint(["measure"]), "measure", "", 32_768, 0, False)
+    limits = SpillLimits(cap_bytes=1 << 60, min_free_bytes=0)
+    store = SpillStore(kv_dir, owner, limits)
+    started_s = time.perf_counter()
+    fill(store, num_segments)
+    fill_s = time.perf_counter() - started_s
+    store.close()
+    started_s = time.perf_counter()
+    store = SpillStore(kv_dir, owner, limits)
+    start_s = time.perf_counter() - started_s
+    generator = random.Random(1)
+    times_ms, busy_ms = [], []
+    for _ in range(300):
+        ids = chain_ids(generator.randrange(num_segments // CHAIN_SEGMENTS))
+        cut = generator.randrange(1, len(ids))
+        asked = [*ids[:cut], 60_000]
+        started_s, busy_s = time.perf_counter(), time.thread_time()
+        found = store.lookup(asked)
+        times_ms.append((time.perf_counter() - started_s) * 1e3)
+        busy_ms.append((time.thread_time() - busy_s) * 1e3)
+        if found.num_tokens != cut:
+            raise SystemExit(f"a lookup found {found.num_tokens} of {cut} tokens")
+    times_ms.sort()
+    return {
+        "segments": num_segments,
+        "index_mb": round((kv_dir / "index.sqlite3").stat().st_size / 1e6),
+        "fill_s": round(fill_s, 1),
+        "start_s": round(start_s, 4),
+        "lookup_p50_ms": round(statistics.median(times_ms), 3),
+        "lookup_p95_ms": round(times_ms[285], 3),
+        "lookup_busy_p50_ms": round(statistics.median(busy_ms), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("reopen", "index"))
+    parser.add_argument("--model", type=Path, default=Path(".test-home/models/smollm2-135m"))
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--segments", type=int, default=1_000_000)
+    parser.add_argument("--kv", type=Path)
+    arguments = parser.parse_args()
+    kv_dir = arguments.kv or Path(tempfile.mkdtemp(prefix="localspec-spill-"))
+    try:
+        if arguments.what == "reopen":
+            result = reopen(arguments.model, kv_dir, arguments.tokens)
+        else:
+            result = index_of(kv_dir, arguments.segments)
+    finally:
+        if arguments.kv is None:
+            shutil.rmtree(kv_dir, ignore_errors=True)
+    for name, value in result.items():
+        print(f"{name:<20} {value}")
+    print(json.dumps({"benchmark": f"spill_{arguments.what}", **result}))
+
+
+if __name__ == "__main__":
+    main()
