@@ -19,7 +19,7 @@ from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
-from localspec.drafters import Drafter
+from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
@@ -294,7 +294,7 @@ def _limits(ops: Ops, context_tokens: int, options: EngineOptions) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
     if ops.device.type == "cpu":
         return Limits(context_tokens=context_tokens, max_queued=options.max_queued)
-    return Limits(context_tokens, options.max_queued, GPU_CHUNK_TOKENS, GPU_SHARED_CHUNK_TOKENS)
+    return Limits(context_tokens, options.max_queued, GPU_CHUNK_TOKENS, GPU_SHARED_CHUNK_TOKENS, steady_depth=True)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -320,6 +320,8 @@ def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
     # A table speaks only after long matches, so it goes before whatever speaks more often.
     chains = [f"{NGRAM_DISK}+{name}" for name in drafters.names if name != NGRAM_DISK and drafters.knows(NGRAM_DISK)]
+    # A sure match in the text itself goes before a drafter with weights.
+    chains += [f"ngram+{name}" for name in drafters.names if drafter_module(name).needs_weights]
     limits = {name: drafters.max_depth(name) for name in (*drafters.names, *chains)}
     return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
 

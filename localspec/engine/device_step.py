@@ -114,12 +114,12 @@ class EagerStep:
         self.thinking.fill(slot, request.thinking)
 
     def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
-        return self.proposed(plan, needs.thinking)
+        return self.proposed(plan, needs)
 
-    def proposed(self, plan: VerifyPlan, thinking: bool) -> Draft:
+    def proposed(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
         """The drafters' words, and those that a thinking budget dictates in their place."""
-        draft = self.drafters.propose(plan, self.runner.state)
-        if not thinking or not draft.token_ids.shape[1]:
+        draft = self.drafters.propose(plan, self.runner.state, needs.law.sampled)
+        if not needs.thinking or not draft.token_ids.shape[1]:
             return draft
         return with_forced_drafts(self.thinking, draft, self.drafters.depths_of(plan), self.runner.state)
 

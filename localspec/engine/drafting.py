@@ -6,6 +6,7 @@ A `+` chain asks its drafters in order; the first that has anything for a slot s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter
 
 NO_CACHE = Cache({}, {})
+
+
+@dataclass(frozen=True)
+class _Role:
+    """The chain that a drafter speaks in, whether only sure drafts count, and whether noise is drawn."""
+
+    chain: str
+    only_sure: bool
+    sampled: bool
 
 
 def union_of_needs(drafters: Mapping[str, Drafter]) -> HiddenNeeds:
@@ -45,16 +55,21 @@ class DrafterSet:
         """Whether every part of a method or chain is loaded."""
         return all(part == "off" or part in self._drafters for part in name.split("+"))
 
-    def propose(self, plan: VerifyPlan, state: SequenceState) -> Draft:
-        """Drafts for every slot of the plan; slots with depth 0 get none. Width is the plan's greatest depth."""
+    def propose(self, plan: VerifyPlan, state: SequenceState, sampled: bool) -> Draft:
+        """Drafts for every slot of the plan; slots with depth 0 get none. Width is the plan's greatest depth.
+
+        `sampled`: whether some slot draws with a temperature.
+        """
         width = max(slot.num_drafts for slot in plan.slots)
         draft = _empty_draft(width, self._device)
         if not width:
             return draft
         for chain in sorted({slot.drafter for slot in plan.slots if slot.num_drafts}):
-            for part in chain.split("+"):
-                if part in self._drafters:
-                    draft = self._speak(self._drafters[part], chain, plan, state, draft)
+            parts = [part for part in chain.split("+") if part in self._drafters]
+            for part in parts:
+                # Before another method a drafter speaks only where it is sure, or the other would never be heard.
+                role = _Role(chain, only_sure=part != parts[-1], sampled=sampled)
+                draft = self._speak(self._drafters[part], role, plan, state, draft)
         return draft
 
     def depths_of(self, plan: VerifyPlan) -> Tensor:
@@ -73,8 +88,8 @@ class DrafterSet:
         for drafter in self._drafters.values():
             drafter.forget(slot)
 
-    def _speak(self, drafter: Drafter, chain: str, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
-        wanted = [slot for slot in plan.slots if slot.drafter == chain and slot.num_drafts]
+    def _speak(self, drafter: Drafter, role: _Role, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
+        wanted = [slot for slot in plan.slots if slot.drafter == role.chain and slot.num_drafts]
         by_slot = [0] * MAX_SLOTS
         for slot in wanted:
             by_slot[slot.slot] = min(slot.num_drafts, drafter.max_depth)
@@ -85,6 +100,8 @@ class DrafterSet:
             max_depth=max(by_slot),
             slots=tuple(slot.slot for slot in wanted),
             length_bounds=tuple(slot.length_bound_tokens for slot in wanted),
+            sampled=role.sampled,
+            only_sure=role.only_sure,
         )
         draft = drafter.propose(depths, state, self._cache(drafter))
         return _first_that_speaks(so_far, draft)

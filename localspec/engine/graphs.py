@@ -22,12 +22,13 @@ from localspec.runner.runner import Runner, VerifyOutput
 from localspec.sampling.processors import ProcessorPlan
 from localspec.sampling.synthetic import SyntheticAcceptance
 
-SMALLEST_BOUND_TOKENS = 1024
+SMALLEST_BOUND_TOKENS = 4096
+BOUND_STEP = 8
 STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
 Output = TypeVar("Output")
-ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool]
+ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool]
 VerifyKey = tuple[ProposeKey, int, int]
 LawKey = tuple[ProcessorPlan, int | None, bool]
 
@@ -47,10 +48,10 @@ class _Staging:
 
 
 def bound_bucket(tokens: int) -> int:
-    """The power of two (at least 1024) that holds `tokens`: attention grids are sized by it."""
+    """4096, 32768, ...: the first that holds `tokens`. Attention grids are sized by it, and each has its own graphs."""
     bucket = SMALLEST_BOUND_TOKENS
     while bucket < tokens:
-        bucket *= 2
+        bucket *= BOUND_STEP
     return bucket
 
 
@@ -92,7 +93,7 @@ class GraphStep(EagerStep):
         captured = self._proposals.get(key)
         if captured is None:
             bounded = _with_bounds(plan, key[1])
-            captured = self._capture(lambda: self.proposed(bounded, needs.thinking))
+            captured = self._capture(lambda: self.proposed(bounded, needs))
             self._proposals[key] = captured
         captured.graph.replay()
         return captured.output
@@ -145,7 +146,8 @@ class GraphStep(EagerStep):
 
     def _propose_key(self, plan: VerifyPlan, needs: StepNeeds) -> ProposeKey:
         slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
-        return slots, self._bucket(max(slot.length_bound_tokens for slot in plan.slots)), needs.thinking
+        bound = self._bucket(max(slot.length_bound_tokens for slot in plan.slots))
+        return slots, bound, needs.thinking, needs.law.sampled
 
     def _bucket(self, tokens: int) -> int:
         """The bucket of a bound, capped by what a block table can address."""

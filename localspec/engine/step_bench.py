@@ -18,6 +18,8 @@ from localspec.engine.build import Assembled
 from localspec.engine.device_step import StepNeeds
 from localspec.sampling.processors import ProcessorPlan
 
+STEPS_MARGIN_TOKENS = 512
+"""Room behind the context for what timed steps may emit."""
 GREEDY = StepNeeds(ProcessorPlan.for_requests((), 1))
 
 
@@ -80,9 +82,10 @@ class StepBench:
     def _fill(self, slot: int, length: int) -> None:
         vocab = self._runner.model.vocab_size
         prompt = tuple((7919 * i + slot) % min(vocab, 30000) for i in range(length))
-        pages = [1 + slot * self._per_slot_pages + index for index in range(-(-(length + 1024) // PAGE_TOKENS))]
+        count = min(-(-(length + STEPS_MARGIN_TOKENS) // PAGE_TOKENS), self._per_slot_pages)
+        pages = [1 + slot * count + index for index in range(count)]
         request = Request("", prompt, Sampling(), slot, 1 << 20, ())
-        self._runner.admit(slot, request, pages[: self._per_slot_pages], None)
+        self._runner.admit(slot, request, pages, None)
 
     def _draft(self, width: int) -> Draft:
         device = self._runner.ops.device
