@@ -101,7 +101,7 @@ async def answer(engine: LocalEngine, **fields: object) -> tuple[list[int], str,
     ids: list[int] = []
     text = ""
     done: Done | None = None
-    fields = {"messages": (Message("user", 'say {"on":true,"of":"green"}'),), "max_tokens": 200, **fields}
+    fields = {"messages": (Message("user", 'say {"on":true,"of":"green"}'),), "max_tokens": 120, **fields}
     fields.setdefault("template_options", {"enable_thinking": False})
     async with aclosing(engine.generate(GenerateRequest(**fields))) as events:  # type: ignore[arg-type]
         async for event in events:
@@ -122,7 +122,7 @@ def test_no_draft_changes_a_token_and_every_answer_validates(guessing: LocalEngi
             plain, text, done = await answer(guessing, drafter="off", **common)
             assert done.finish_reason == "stop", text
             jsonschema.validate(json.loads(text), POINT)
-            for depth in (1, 2, 5, 15):
+            for depth in (1, 4, 15):
                 drafted, _, end = await answer(guessing, drafter="ngram", depth=depth, **common)
                 assert drafted == plain, depth
                 assert end.timings.draft_n > 0
@@ -170,7 +170,7 @@ def test_a_grammar_begins_behind_the_thought(guessing: LocalEngine, budget: int)
         stop = TOKENIZER.token_to_id("<|end|>")
         assert plain[-1] == stop and stop not in plain[:-1]
         jsonschema.validate(json.loads(TOKENIZER.decode(plain[end + 1 : -1])), POINT)
-        for depth in (1, 4, 15):
+        for depth in (3, 15):
             assert (await answer(guessing, drafter="ngram", depth=depth, **common))[0] == plain
 
     asyncio.run(compare())
