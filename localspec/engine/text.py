@@ -141,7 +141,18 @@ class TextStage:
         if request.prompt_token_ids:
             return None, request.prompt_token_ids
         text = request.prompt if request.prompt is not None else self._render(request)
+        self._refuse_what_cannot_fit(text)
         return text, self.tokenizer.encode_keeping_history(text)
+
+    def _refuse_what_cannot_fit(self, text: str) -> None:
+        """Before the tokens are counted, which takes a second a megabyte."""
+        least_tokens = self.tokenizer.bound.least_tokens(text)
+        if least_tokens >= self.context_limit_tokens:
+            raise EngineError(
+                "context_length_exceeded",
+                f"the prompt has at least {least_tokens} tokens but the context holds {self.context_limit_tokens}; "
+                "shorten it",
+            )
 
     def _render(self, request: GenerateRequest) -> str:
         if self.template is None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from localspec.engine.token_bound import token_bound
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -49,6 +51,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for a missing or damaged file
             raise ValueError(f"{path} is missing or damaged ({error}); pull the model again") from error
         self.config: dict[str, Any] = _read_json(folder / "tokenizer_config.json")
+        self.bound = token_bound(_read_json(path))
         self.memory = TokenMemory()
 
     @property
@@ -72,7 +75,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text in which special tokens are recognised; no tokens are added."""
-        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+        # A batch of one: for a batch the library lets other threads run, for a single text it does not.
+        return tuple(self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_keeping_history(self, text: str) -> tuple[int, ...]:
         """Like `encode`, but a beginning that was generated before keeps the ids that it had then."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from localspec.api.types import EngineError, GenerateRequest, Message, Phase, Sa
 from localspec.engine.template import ChatTemplate
 from localspec.engine.text import TextStage
 from localspec.engine.text_stream import PhaseTracker, TextStream
+from localspec.engine.token_bound import TokenBound, token_bound
 from localspec.engine.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.demo
@@ -141,6 +145,73 @@ def test_context_overflow_names_both_numbers(text: TextStage) -> None:
     with pytest.raises(EngineError, match=r"the prompt has \d+ tokens but the context holds 512") as caught:
         text.prepare(GenerateRequest(prompt="word " * 600))
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(text: TextStage, monkeypatch: Any) -> None:
+    most_chars = text.tokenizer.bound.most_chars
+    assert most_chars is not None
+    # The longest token itself, again and again: the fewest tokens that so much text can have.
+    longest = max(
+        (text.tokenizer.decode([i], skip_special=False) for i in range(text.tokenizer.vocab_size)),
+        key=lambda piece: len(piece) if len(text.tokenizer.encode(piece)) == 1 else 0,
+    )
+    assert len(longest) <= most_chars
+    assert len(text.prepare(GenerateRequest(prompt=longest * 400)).request.prompt_ids) <= 512
+    monkeypatch.setattr(text.tokenizer, "encode", lambda _: pytest.fail("tokenised"))
+    with pytest.raises(EngineError, match="the prompt has at least 512 tokens but the context holds 512") as caught:
+        text.prepare(GenerateRequest(prompt="a" * (511 * most_chars + 1)))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_other_threads_run_while_a_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    gaps_s: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        last_s = time.monotonic()
+        while not done.wait(0.002):
+            gaps_s.append(time.monotonic() - last_s)
+            last_s = time.monotonic()
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    began_s = time.monotonic()
+    tokenizer.encode("word " * 300_000)
+    took_s = time.monotonic() - began_s
+    done.set()
+    ticker.join()
+    assert max(gaps_s) < took_s / 2
+
+
+BYTES = dict.fromkeys([*map(chr, range(0x21, 0x144)), "abcd"], 0)
+BYTE_LEVEL: dict[str, Any] = {"model": {"type": "BPE", "vocab": BYTES}, "pre_tokenizer": {"type": "ByteLevel"}}
+REMOVES = {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "most_chars"),
+    [
+        ({}, 4),
+        ({"normalizer": {"type": "NFC"}}, 16),
+        ({"added_tokens": [{"content": "<|end|>", "lstrip": False, "rstrip": False}]}, 7),
+        ({"added_tokens": [{"content": "<mask>", "lstrip": True, "rstrip": False}]}, None),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}}, None),
+        ({"pre_tokenizer": REMOVES}, None),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, None),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "ab": 1}}}, None),
+        ({"model": {"type": "WordPiece", "vocab": BYTES}}, None),
+        ({"truncation": {"max_length": 8}}, None),
+    ],
+)
+def test_where_the_length_of_tokens_is_bounded(change: dict[str, Any], most_chars: int | None) -> None:
+    assert token_bound({**BYTE_LEVEL, **change}) == TokenBound(most_chars)
+
+
+@given(st.text(st.sampled_from("ab \x04\x06\U000c1234é日\n"), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_no_text_has_fewer_tokens_than_told(tokenizer: Tokenizer, source: str) -> None:
+    assert "\x04" in tokenizer.bound.dropped
+    assert tokenizer.bound.least_tokens(source * 9) <= len(tokenizer.encode(source * 9))
 
 
 @pytest.mark.parametrize(
