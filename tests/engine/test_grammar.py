@@ -101,7 +101,7 @@ async def answer(engine: LocalEngine, **fields: object) -> tuple[list[int], str,
     ids: list[int] = []
     text = ""
     done: Done | None = None
-    fields = {"messages": (Message("user", 'say {"on":true,"of":"green"}'),), "max_tokens": 120, **fields}
+    fields = {"messages": (Message("user", 'say {"on":true,"of":"green"}'),), "max_tokens": 200, **fields}
     fields.setdefault("template_options", {"enable_thinking": False})
     async with aclosing(engine.generate(GenerateRequest(**fields))) as events:  # type: ignore[arg-type]
         async for event in events:

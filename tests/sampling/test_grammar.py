@@ -20,10 +20,8 @@ TOKENIZER = byte_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
 END = TOKENIZER.token_to_id("<|end|>") or 0
 THINK, END_THINK, TOOL = (TOKENIZER.token_to_id(text) or 0 for text in ("<think>", "</think>", "<tool_call>"))
-SCHEMA = Grammar(
-    "json_schema",
-    json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yz"]}}, "required": ["a"]}),
-)  # fmt: skip
+PROPERTIES = {"a": {"type": "boolean"}, "b": {"enum": ["x", "yz"]}}
+SCHEMA = Grammar("json_schema", json.dumps({"type": "object", "properties": PROPERTIES, "required": ["a"]}))
 GRAMMARS = (SCHEMA, Grammar("regex", "(ab|12)*c"), Grammar("lark", 'start: "a"+ | "abc"'))
 
 
