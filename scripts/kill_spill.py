@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.cache.test_spill import check_everything, start_writer  # noqa: E402
+from tests.cache.test_spill import check_everything, start_writer
 
 
 def main() -> None:

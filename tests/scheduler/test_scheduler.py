@@ -152,3 +152,31 @@ def test_every_page_comes_back() -> None:
     assert scheduler.pool.num_free + scheduler.prefix.num_pages == scheduler.pool.num_pages - 1
     scheduler.prefix.clear()
     assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
+
+
+def test_a_request_whose_prefix_is_being_fetched_is_passed_over() -> None:
+    scheduler = make()
+    held, other = scheduler.add(request(100)), scheduler.add(request(100, first=500))
+    held.held = True
+    assert [sequence.id for sequence in admit_all(scheduler)] == [other.id]
+    assert not scheduler.idle
+    scheduler.retire(other, keep=False)
+    assert scheduler.idle, "nothing to do until the fetch is over"
+    held.held = False
+    assert not scheduler.idle
+    assert [sequence.id for sequence in admit_all(scheduler)] == [held.id]
+
+
+def test_chunks_end_where_a_state_will_be_wanted() -> None:
+    pool = PagePool(200)
+    scheduler = Scheduler(pool, PrefixTree(pool, 4, lambda snapshot: None), Limits(1024), FixedDepth(4), True)
+    scheduler.add(request(500))
+    [first] = admit_all(scheduler)
+    assert [plan.end_tokens for plan in finish_prefill(scheduler)] == [256, 448, 499]
+    assert first.state_positions == (448,)
+    scheduler.retire(first, keep=True)
+    # Shares 300 tokens, whose keys are cached but no state: one is taken on the last page of them.
+    scheduler.add(Request("", (*range(300), *range(900, 1100)), Sampling(), 1, 10, ()))
+    [second] = admit_all(scheduler)
+    assert second.cached_tokens == 0 and second.state_positions == (256, 448)
+    assert [plan.end_tokens for plan in finish_prefill(scheduler)] == [256, 448, 499]

@@ -1,0 +1,69 @@
+"""`localspec cache` on a directory with a few blocks, and on none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from localspec.cache.spill import SpillStore
+from localspec.commands.cache import cache
+from tests.cache.test_spill import WIDE, identity, ids_of, write
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path))
+    return tmp_path
+
+
+def call(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cache, list(words))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_nothing_cached(home: Path) -> None:
+    assert json.loads(call("ls", "--json")) == []
+    assert json.loads(call("df", "--json")) == {"models": [], "free_bytes": None}
+    assert json.loads(call("verify", "--json"))["num_blocks"] == 0
+    assert json.loads(call("wipe", "--yes", "--json")) == {"deleted_bytes": 0}
+    call("rm", "x", code=1)
+    assert not (home / "cache").exists(), "looking creates nothing"
+
+
+def test_see_check_and_delete(home: Path) -> None:
+    store = SpillStore(home / "cache" / "kv", identity("some-model"), WIDE)
+    write(store, ids_of(1, 600), chat="chat-1")
+    write(store, ids_of(2, 300), chat="chat-2")
+    assert {row["chat_id"]: row["tokens"] for row in json.loads(call("ls", "--json"))} == {"chat-1": 600, "chat-2": 300}
+    assert "chat-1" in call("ls") and "some-model" in call("df")
+    [model] = json.loads(call("df", "--json"))["models"]
+    assert model["stored_bytes"] == store.index.total_bytes() and model["num_blocks"] == 5
+    block = store.lookup(ids_of(2, 300)).segments[0]
+    data = bytearray(store.path(block).read_bytes())
+    data[5000] ^= 4
+    store.path(block).write_bytes(data)
+    checked = json.loads(call("verify", "--json"))
+    assert len(checked["damaged"]) == 1 and str(store.path(block)) in checked["damaged"][0]
+    assert "0 damaged" in call("verify")
+    assert json.loads(call("rm", "chat-1", "--json"))["removed_blocks"] == 3
+    call("rm", "chat-1", code=1)
+    write(store, ids_of(3, 300))
+    assert json.loads(call("rm", "some-model", "--json"))["removed_blocks"] == 2
+    assert store.lookup(ids_of(3, 300)).num_tokens == 0
+    write(store, ids_of(3, 300))
+    call("wipe", code=1)
+    assert json.loads(call("wipe", "--yes", "--json"))["deleted_bytes"] > 0
+    assert not list((home / "cache").rglob("*.blk"))
+
+
+def test_an_index_beyond_repair_can_be_wiped(home: Path) -> None:
+    store = SpillStore(home / "cache" / "kv", identity(), WIDE)
+    write(store, ids_of(1, 600))
+    store.close()
+    (home / "cache" / "kv" / "index.sqlite3").write_bytes(b"junk" * 5000)
+    call("wipe", "--yes")
+    assert not list((home / "cache").rglob("*.blk"))
