@@ -117,12 +117,12 @@ async def answer(engine: LocalEngine, **fields: object) -> tuple[list[int], str,
 @pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled", "filtered"])
 def test_no_draft_changes_a_token_and_every_answer_validates(guessing: LocalEngine, law: Sampling) -> None:
     async def compare() -> None:
-        for seed in range(2):
+        for seed in (1, 2) if law.temperature else (1,):
             common = {"grammar": SCHEMA, "sampling": replace(law, seed=seed)}
             plain, text, done = await answer(guessing, drafter="off", **common)
             assert done.finish_reason == "stop", text
             jsonschema.validate(json.loads(text), POINT)
-            for depth in (1, 4, 15):
+            for depth in (2, 15):
                 drafted, _, end = await answer(guessing, drafter="ngram", depth=depth, **common)
                 assert drafted == plain, depth
                 assert end.timings.draft_n > 0
