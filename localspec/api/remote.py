@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ import httpx
 
 from localspec.api.codec import from_json, to_json
 from localspec.api.engine import DrafterChoice
+from localspec.api.remote_settings import RemoteSettings
 from localspec.api.remote_stream import (
     check,
     foreign_events,
@@ -41,26 +42,9 @@ from localspec.api.types import (
     Usage,
 )
 
+__all__ = ["CONTROL_HEADER", "RemoteEngine", "RemoteSettings"]
+
 CONTROL_HEADER = "x-localspec-key"
-
-
-@dataclass(frozen=True)
-class RemoteSettings:
-    """Where the port is and how patient to be. `url` with or without /v1; times in seconds."""
-
-    url: str
-    api_key: str | None = None
-    control_key: str | None = None
-    model: str | None = None
-    client_name: str = "localspec"
-    connect_timeout_s: float = 15.0
-    read_timeout_s: float = 600.0
-    poll_s: float = 0.5
-
-    @property
-    def root(self) -> str:
-        """Address without /v1."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 Kind = Literal["unknown", "localspec", "other"]
@@ -123,7 +107,7 @@ class RemoteEngine:
                 raise EngineError("not_ready", f"The engine {self._snapshot.state}: {self._snapshot.stage}")
             since_s = self._unreachable_since_s
             if since_s is not None and time.monotonic() - max(since_s, began_s) > self._settings.connect_timeout_s:
-                raise self._unreachable()
+                raise self._settings.no_answer()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 0.2)
@@ -132,23 +116,34 @@ class RemoteEngine:
         """Stream one request; see Engine.generate. A lost connection raises EngineError (`internal`)."""
         if self._closed:
             raise EngineError("not_ready", "This connection was closed.")
-        model = self._model if self._model is not None else await self.wait_ready()
-        ours = self._kind == "localspec"
-        body = our_body(request, model.id) if ours else foreign_body(request, model.id)
         path = "/v1/chat/completions" if request.messages else "/v1/completions"
         headers = {"x-localspec-client": request.client} if request.client else {}
-        try:
-            async with self._http.stream("POST", path, json=body, headers=headers) as response:
-                await check(response)
-                async for event in raw_events(response) if ours else foreign_events(response):
-                    yield event
-        except httpx.HTTPError as error:
-            if self._closed:
-                yield Done("cancelled", Usage(0, 0), Timings())
+        begun = False
+        while True:
+            model = self._model if self._model is not None else await self.wait_ready()
+            ours = self._kind == "localspec"
+            body = our_body(request, model.id) if ours else foreign_body(request, model.id)
+            try:
+                async with self._http.stream("POST", path, json=body, headers=headers) as response:
+                    await check(response)
+                    async for event in raw_events(response) if ours else foreign_events(response):
+                        begun = True
+                        yield event
                 return
-            if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-                raise self._unreachable() from error
-            raise EngineError("internal", f"The connection to {self._settings.root} broke: {words(error)}.") from error
+            except EngineError as error:
+                # Our own port loads another model, or it is another process than the one that was ready.
+                if begun or not ours or error.code != "not_ready" or self._snapshot.state in ("failed", "stopped"):
+                    raise
+                self._note_not_ready()
+            except httpx.HTTPError as error:
+                if self._closed:
+                    yield Done("cancelled", Usage(0, 0), Timings())
+                    return
+                if not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+                    raise self._settings.broken(error, begun) from error
+                if self._settings.find_url is None:
+                    raise self._settings.no_answer() from error
+                self._note_lost(error)
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the prompt. Raises EngineError (`unsupported`) for servers that do not say."""
@@ -237,7 +232,8 @@ class RemoteEngine:
                 pause_s = 0.1
                 self._note_reached()
             except EngineError as error:
-                self._refused = error
+                self._refused, self._model = error, None
+                self._snapshot = replace(self._snapshot, state="failed", stage=error.message, active_requests=0)
                 self._changed.set()
                 return
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -248,6 +244,9 @@ class RemoteEngine:
     async def _find_kind(self) -> None:
         if not self._must_look:
             return
+        if self._settings.find_url is not None:
+            self._settings = replace(self._settings, url=await asyncio.to_thread(self._settings.find_url))
+            self._http.base_url = httpx.URL(self._settings.root)
         listed = await self._list_models(patient=True)
         ours = any(entry.get("owned_by") == "localspec" for entry in listed)
         if not listed:
@@ -271,6 +270,8 @@ class RemoteEngine:
     def _take_state(self, state: dict[str, Any]) -> None:
         self._model = from_json(ModelInfo, state["model"]) if state.get("model") is not None else None
         self._snapshot = from_json(MetricsSnapshot, state["metrics"])
+        if self._snapshot.state == "stopped" and self._settings.find_url is not None:
+            self._note_not_ready()
         self._changed.set()
 
     async def _poll(self) -> None:
@@ -315,7 +316,12 @@ class RemoteEngine:
         if self._unreachable_since_s is None:
             self._unreachable_since_s = time.monotonic()
         self._must_look = True
-        stage = f"no answer from {self._settings.root} ({words(error)}), trying again"
+        root = self._settings.root
+        ours = self._settings.find_url is not None
+        self._note_not_ready("starting the engine" if ours else f"no answer from {root} ({words(error)}), trying again")
+
+    def _note_not_ready(self, stage: str = "waiting for the model") -> None:
+        self._model = None
         self._snapshot = replace(self._snapshot, state="loading", stage=stage, active_requests=0)
         self._changed.set()
 
@@ -333,7 +339,7 @@ class RemoteEngine:
         try:
             response = await self._http.post(path, json=body, headers=headers)
         except httpx.HTTPError as error:
-            raise self._unreachable() from error
+            raise self._settings.no_answer() from error
         if response.status_code == 404 and not path.startswith("/localspec"):
             raise EngineError("unsupported", f"The server at {self._settings.root} has no {path}.")
         if response.status_code != 200:
@@ -350,7 +356,7 @@ class RemoteEngine:
         except httpx.HTTPError as error:
             if patient:
                 raise
-            raise self._unreachable() from error
+            raise self._settings.no_answer() from error
         if response.status_code in (401, 403, 404):
             raise error_of(json_or_text(response), response.status_code)
         data = json_or_text(response)
@@ -369,8 +375,3 @@ class RemoteEngine:
             await check(response)
             async for data in payloads(response):
                 yield data
-
-    def _unreachable(self) -> EngineError:
-        return EngineError(
-            "not_ready", f"Nothing answers at {self._settings.root}; start it there (`localspec serve`) or mend --url."
-        )

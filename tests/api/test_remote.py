@@ -25,6 +25,7 @@ from localspec.api.types import (
     Grammar,
     Message,
     MetricsSnapshot,
+    ModelInfo,
     Phase,
     Sampling,
     ToolCall,
@@ -152,6 +153,51 @@ async def test_it_finds_a_port_again_that_went_away() -> None:
     async with serving(ScriptedEngine(), port=int(address.rpartition(":")[2])):
         await until(lambda: remote.metrics().state == "ready", 6)
         assert said(await collect(remote)) == "Scripted answer."
+    await remote.aclose()
+
+
+async def test_a_question_asked_while_the_engine_restarts_is_sent_when_it_is_back() -> None:
+    async with serving(ScriptedEngine()) as address:
+        remote = RemoteEngine(RemoteSettings(address, control_key=KEY, find_url=lambda: url, poll_s=0.05))
+        url = address
+        await remote.wait_ready()
+    # Asked at once, before the loss is noticed, and answered by an engine at another place that still loads.
+    asked = asyncio.create_task(collect(remote))
+    await until(lambda: remote.metrics().state == "loading")
+    assert remote.model() is None and remote.metrics().stage == "starting the engine"
+    async with serving(ScriptedEngine(Script(load_s=0.3))) as url:
+        assert said(await asyncio.wait_for(asked, 6)) == "Scripted answer."
+        assert remote.model() is not None
+        await remote.aclose()
+
+
+async def test_an_engine_that_still_loads_is_waited_for_although_it_was_ready_before() -> None:
+    engine = ScriptedEngine(Script(load_s=0.3))
+    async with serving(engine) as address:
+        remote = RemoteEngine(RemoteSettings(address, control_key=KEY, poll_s=0.05))
+        ready = ModelInfo("scripted", "of the process before", 100, 10)
+        await remote.connect()
+        await until(lambda: remote._kind == "localspec")
+        remote._model = ready
+        assert said(await asyncio.wait_for(collect(remote), 6)) == "Scripted answer."
+        await remote.aclose()
+
+
+async def test_an_engine_that_is_not_started_again_is_an_error_at_once() -> None:
+    def find() -> str:
+        raise EngineError("not_ready", "The engine ended 4 times.")
+
+    remote = RemoteEngine(RemoteSettings("http://127.0.0.1:9", control_key=KEY, find_url=find))
+    with pytest.raises(EngineError, match="ended 4 times"):
+        await collect(remote)
+    assert (remote.metrics().state, remote.metrics().stage) == ("failed", "The engine ended 4 times.")
+    await remote.aclose()
+    silent = RemoteSettings(
+        "http://127.0.0.1:9", find_url=lambda: "http://127.0.0.1:9", unreachable="See the log.", connect_timeout_s=0.2
+    )
+    remote = RemoteEngine(silent)
+    with pytest.raises(EngineError, match=r"^See the log\.$"):
+        await collect(remote)
     await remote.aclose()
 
 
