@@ -55,13 +55,10 @@ def chat(**options: Any) -> None:
     """Chat in the terminal, and see what drafting gains."""
     config = settings()
     plain = options["plain"] or not (sys.stdin.isatty() and sys.stdout.isatty())
+    store = _store(config)
     process: EngineProcess | None = None
     try:
         engine, process = connect(config, options)
-    except (EngineError, ValueError) as error:
-        fail(str(error), EXIT_WRONG_USE)
-    store = _store(config)
-    try:
         if plain:
             _run_plain(engine, store, options)
         else:
@@ -73,20 +70,70 @@ def chat(**options: Any) -> None:
 
 
 def connect(config: Settings, options: dict[str, Any]) -> tuple[RemoteEngine, EngineProcess | None]:
-    """An engine to talk to: the given address, one that another chat started, or a new process."""
+    """An engine to talk to: the given address, one that another chat started, or a new process. Raises Fail."""
     from localspec.api.remote import RemoteEngine, RemoteSettings
-    from localspec.commands.engine_process import EngineProcess, running_engine
+    from localspec.commands.engine_process import EngineProcess
     from localspec.server.serve import load_or_create_key
 
     if options["url"]:
-        return RemoteEngine(RemoteSettings(options["url"], api_key=options["api_key"], model=options["model"])), None
-    key = load_or_create_key(config.paths.key_file)
-    url = running_engine(config)
-    process = None
-    if url is None:
-        process = EngineProcess(config, _serve_arguments(config, options), options["keep"])
-        url = process.url
-    return RemoteEngine(RemoteSettings(url, control_key=key, connect_timeout_s=START_TIMEOUT_S)), process
+        try:
+            remote = RemoteSettings(options["url"], api_key=options["api_key"], model=options["model"])
+            return RemoteEngine(remote), None
+        except ValueError as error:
+            fail(str(error), EXIT_WRONG_USE)
+    try:
+        key = load_or_create_key(config.paths.key_file)
+        _make_room(config, options, key)
+        process = EngineProcess(config.paths, key, _serve_arguments(config, options), options["keep"])
+    except EngineError as error:
+        fail(error.message)
+    except OSError as error:
+        fail(f"The engine cannot be started from {config.paths.data_dir}: {error}. Check the folder's rights.")
+    return RemoteEngine(
+        RemoteSettings(
+            process.address(),
+            control_key=key,
+            connect_timeout_s=START_TIMEOUT_S,
+            find_url=process.address,
+            unreachable=f"The engine does not answer; {process.log_path} says why.",
+        )
+    ), process
+
+
+def _make_room(config: Settings, options: dict[str, Any], key: str) -> None:
+    """End a running engine that is not what was asked for, unless it is in use. Raises EngineError then."""
+    from localspec.commands.engine_process import engine_arguments, engine_state, find_engine, stop_engine
+    from localspec.commands.engine_wanted import differences
+
+    wanted = _known_model(config, options["model"]) if options["model"] else None
+    found = find_engine(config.paths, key)
+    if found is None:
+        return
+    state = (None if found.is_starting else engine_state(found, key)) or {}
+    differ = differences(wanted, options["context"], options["device"], engine_arguments(found), state)
+    if not differ:
+        return
+    metrics = state.get("metrics", {})
+    if found.is_starting or state.get("holders") or metrics.get("active_requests"):
+        raise EngineError(
+            "bad_request",
+            f"The engine that another chat uses has {' and '.join(differ)}: "
+            "leave that chat first, or start this one without the option.",
+        )
+    stop_engine(config.paths, found, key)
+
+
+def _known_model(config: Settings, name: str) -> str:
+    """Id of an installed model, or of the demo, which is fetched when it is missing. Raises EngineError."""
+    from localspec.hub.records import HubError
+
+    try:
+        entry = catalogue(config).find(name)
+    except HubError as error:
+        raise EngineError("model_not_found", str(error)) from error
+    if not entry.demo and entry.id not in installed_ids(config):
+        raise EngineError("model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}")
+    return entry.id
 
 
 def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
@@ -101,9 +148,15 @@ def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
 
 def _store(config: Settings) -> StoreWorker:
     """The durable store, for private chats too: nothing of them is written unless the user saves one."""
-    from localspec.chats import StoreWorker, open_store
+    from localspec.chats import ChatError, StoreWorker, open_store
 
-    return StoreWorker(lambda: open_store(config.paths.chats_file))
+    store = StoreWorker(lambda: open_store(config.paths.chats_file))
+    try:
+        store.submit(lambda opened: opened.notice).result()
+    except (ChatError, OSError) as error:
+        store.close()
+        fail(str(error))
+    return store
 
 
 def _run_app(config: Settings, engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]) -> None:

@@ -93,6 +93,17 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert_one_line(result, 1, "/proc/nowhere")
 
 
+def test_chat_in_a_home_that_cannot_be_used(tmp_path: Path) -> None:
+    assert_one_line(localspec("chat", "--plain", home=Path("/proc/nowhere")), 1, "/proc/nowhere/chats.sqlite3")
+    (tmp_path / "chats.sqlite3").mkdir()
+    assert_one_line(localspec("chat", "--plain", home=tmp_path), 1, "chats.sqlite3")
+    (tmp_path / "chats.sqlite3").rmdir()
+    (tmp_path / "control.key").mkdir()
+    assert_one_line(localspec("chat", "--plain", home=tmp_path), 1, "control.key")
+    (tmp_path / "control.key").rmdir()
+    assert_one_line(localspec("chat", "--plain", "-m", "nosuch", home=tmp_path), 1, "nosuch", "smollm2-135m")
+
+
 @pytest.fixture
 def damaged_home(demo_folder: Path, tmp_path: Path) -> Path:
     """A home with a copy of the demo that a test may damage."""
