@@ -16,6 +16,7 @@ from localspec.tui.origins import REFUSED, REFUSED_COUNT, TARGET, style_of
 from localspec.tui.text import clean, clean_line, percent, seconds_text, short_count
 from localspec.tui.wrap import Run, wrap_runs, wrap_text
 
+_LEAST = ("cached", "tokens", "accepted", "speedup")
 _BLANK = Strip([], 0)
 _DIM = Style(dim=True)
 _THOUGHT = Style(dim=True, italic=True)
@@ -93,9 +94,13 @@ class MessageLines:
         number, count = self._siblings
         if count > 1:
             segments.append(Segment(f"  ‹{number}/{count}›", _DIM))
-        figures = answer_figures(message)
+        figures = _figures(message)
+        room = width - Strip(segments).cell_length - 2
+        # Whole figures or none: the least telling one goes first.
+        while figures and len(" · ".join(figures.values())) > room:
+            figures.pop(next((name for name in _LEAST if name in figures), next(iter(figures))))
         if figures:
-            segments.append(Segment(f"  {figures}", _DIM))
+            segments.append(Segment(f"  {' · '.join(figures.values())}", _DIM))
         strip = Strip(segments)
         return strip if strip.cell_length <= width else strip.crop(0, width)
 
@@ -135,19 +140,25 @@ class MessageLines:
 
 def answer_figures(message: Stored) -> str:
     """Tokens, speed and acceptance of a finished answer in a few words; empty while there are none."""
+    return " · ".join(_figures(message).values())
+
+
+def _figures(message: Stored) -> dict[str, str]:
     timings, usage = message.stats.get("timings"), message.stats.get("usage")
     if not isinstance(timings, dict) or not isinstance(usage, dict):
-        return ""
-    parts = [f"{short_count(int(usage.get('completion_tokens', 0)))} tokens"]
+        return {}
+    parts = {"tokens": f"{short_count(int(usage.get('completion_tokens', 0)))} tokens"}
     if usage.get("cached_tokens"):
-        parts.append(f"{short_count(int(usage['cached_tokens']))}/{short_count(int(usage['prompt_tokens']))} cached")
+        cached, total = short_count(int(usage["cached_tokens"])), short_count(int(usage["prompt_tokens"]))
+        parts["cached"] = f"{cached}/{total} cached"
     if timings.get("tok_per_s"):
-        parts.append(f"{float(timings['tok_per_s']):.1f} tok/s")
+        parts["rate"] = f"{float(timings['tok_per_s']):.1f} tok/s"
     if timings.get("draft_n"):
-        parts.append(f"{percent(int(timings.get('draft_n_accepted', 0)) / int(timings['draft_n']))} accepted")
+        accepted = percent(int(timings.get("draft_n_accepted", 0)) / int(timings["draft_n"]))
+        parts["accepted"] = f"{accepted} accepted"
     if timings.get("speedup_vs_plain"):
-        parts.append(f"×{float(timings['speedup_vs_plain']):.2f}")
-    return " · ".join(parts)
+        parts["speedup"] = f"×{float(timings['speedup_vs_plain']):.2f}"
+    return parts
 
 
 def draft_runs(message: Stored) -> Iterator[Run]:

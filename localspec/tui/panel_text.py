@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 
 from localspec.api.types import DrafterMetrics, MetricsSnapshot, ModelInfo
 from localspec.tui.origins import style_of
-from localspec.tui.text import bar, bytes_text, clean_line, percent, short_count, sparkline
+from localspec.tui.text import bar, bytes_text, clean_line, fitting, percent, short_count, sparkline
 
 _TITLE = Style(bold=True)
 _DIM = Style(dim=True)
@@ -62,6 +63,8 @@ def speedup_text(now: MetricsSnapshot) -> str:
     """`×1.84 against plain`, or what is missing to say so."""
     if now.speedup_vs_plain is not None:
         return f"×{now.speedup_vs_plain:.2f} against plain"
+    if now.state == "loading":
+        return "against plain: not measured yet"
     return "against plain: measuring" if now.drafter != "off" else "drafting is off"
 
 
@@ -102,20 +105,27 @@ def full_lines(state: PanelState, width: int) -> list[Text]:
 def strip_lines(state: PanelState, width: int) -> list[Text]:
     """The two lines of a narrow terminal."""
     now, rate = state.now, acceptance(state.now.drafters)
-    first = Text.assemble((_model_name(state), _STRONG))
+    name = _model_name(state)
+    first = Text.assemble((name, _STRONG))
     if now.state != "ready":
         first.append(f"  {now.state}: {clean_line(now.stage)}" if now.stage else f"  {now.state}")
         first.truncate(width, overflow="ellipsis")
         return [first, Text()]
-    first.append(f"  {_drafter_text(now)}  accepted {percent(rate) if rate is not None else '–'}")
+    figures = f"  accepted {percent(rate) if rate is not None else '–'}"
     if now.mean_accepted_run:
-        first.append(f"  mean run {now.mean_accepted_run:.2f}")
-    second = Text.assemble((f"{now.tok_per_s:.1f} tok/s", _STRONG), f"  {speedup_text(now)}")
-    if now.context_limit_tokens:
-        used, limit = now.context_used_tokens, now.context_limit_tokens
-        second.append(f"  context {short_count(used)}/{short_count(limit)}")
+        figures += f"  run {now.mean_accepted_run:.2f}"
+    drafter = Text(f"  {_drafter_text(now)}")
+    # Names may be cut, figures may not: half a figure is a wrong one.
+    drafter.truncate(max(0, width - cell_len(name) - len(figures)), overflow="ellipsis")
+    first = Text.assemble((name, _STRONG), drafter, figures)
+    second = Text(f"{now.tok_per_s:.1f} tok/s", style=_STRONG)
+    parts = [speedup_text(now)]
     if now.prefill_total_tokens > now.prefill_done_tokens:
-        second.append(f"  reading {percent(now.prefill_done_tokens / now.prefill_total_tokens)}")
+        parts.append(f"reading {percent(now.prefill_done_tokens / now.prefill_total_tokens)}")
+    if now.context_limit_tokens:
+        parts.append(f"context {short_count(now.context_used_tokens)}/{short_count(now.context_limit_tokens)}")
+    rest = Text("".join(f"  {part}" for part in fitting(parts, width - second.cell_len, 2)))
+    second = Text.assemble((second.plain, _STRONG), rest)
     for line in (first, second):
         line.truncate(width, overflow="ellipsis")
     return [first, second]
@@ -145,6 +155,9 @@ def _drafter_text(now: MetricsSnapshot) -> str:
 
 
 def _drafting_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
+    if now.state == "loading":
+        yield from _wrapped("chosen when the model is loaded", width, _DIM)
+        return
     yield from _wrapped(_drafter_text(now), width, _STRONG)
     if now.drafter_reason:
         yield from _wrapped(clean_line(now.drafter_reason), width, _DIM)

@@ -57,6 +57,17 @@ def percent(part: float) -> str:
     return f"{100 * part:.0f}%"
 
 
+def fitting(parts: list[str], width: int, gap: int) -> list[str]:
+    """The first parts that fit into `width` characters, each with `gap` before it; none is cut."""
+    kept = []
+    for part in parts:
+        width -= gap + len(part)
+        if width < 0:
+            break
+        kept.append(part)
+    return kept
+
+
 def bar(share: float, width: int) -> str:
     """A horizontal bar `width` cells wide, filled by eighths of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)

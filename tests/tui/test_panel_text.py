@@ -46,9 +46,16 @@ def test_step_times_are_of_the_recent_past() -> None:
 
 
 def test_missing_speedup_is_said() -> None:
-    assert speedup_text(MetricsSnapshot(drafter="off")) == "drafting is off"
-    assert speedup_text(MetricsSnapshot(drafter="ngram")) == "against plain: measuring"
+    assert speedup_text(MetricsSnapshot()) == "against plain: not measured yet"
+    assert speedup_text(MetricsSnapshot(state="ready", drafter="off")) == "drafting is off"
+    assert speedup_text(MetricsSnapshot(state="ready", drafter="ngram")) == "against plain: measuring"
     assert speedup_text(MetricsSnapshot(drafter="ngram", speedup_vs_plain=0.934)) == "×0.93 against plain"
+
+
+def test_a_loading_engine_is_not_said_to_draft_nothing() -> None:
+    state = PanelState().advanced(None, MetricsSnapshot(stage="connecting"))
+    text = "\n".join(line.plain for line in full_lines(state, 40))
+    assert "chosen when the model is loaded" in text and "off" not in text
 
 
 def test_history_is_bounded() -> None:

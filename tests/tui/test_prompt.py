@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual import events
 from textual.widgets import Input, Select, TextArea
 
@@ -51,6 +52,18 @@ async def test_long_paste_becomes_a_chip_that_is_sent_whole(tmp_path: Path) -> N
         await pilot.press(*" why", "enter")
         await until(lambda: len(requests) == 1)
         assert requests[0].messages[-1].content == text + " why"
+
+
+@pytest.mark.parametrize("line_break", ["\r", "\r\n"])
+async def test_line_breaks_of_any_terminal_survive_a_paste(tmp_path: Path, line_break: str) -> None:
+    async with started(scripted("ok"), tmp_path) as (app, pilot):
+        app.chat.prompt.post_message(events.Paste(f"a{line_break}b{line_break}{line_break}c"))
+        await pilot.pause()
+        assert app.chat.prompt.text == "a\nb\n\nc"
+        app.chat.prompt.put("")
+        app.chat.prompt.post_message(events.Paste(line_break.join("x" * 60)))
+        await pilot.pause()
+        assert app.chat.prompt.text == "[pasted 60 lines]"
 
 
 async def test_chip_can_be_opened(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ async def test_killed_engine_process_is_survived(server: Server, tmp_path: Path)
         server.kill()
         await until(lambda: not app.chat.busy)
         broken = app.chat.conversation.messages[-1]
-        assert broken.state == "error" and broken.content.startswith("word word") and broken.stats["status"]
+        assert broken.state == "error" and broken.content.startswith("word word")
+        assert broken.stats["status"] == f"The server at {address} stopped in mid-answer; the text so far is kept."
         await until(lambda: any("The chat is kept" in notice.message for notice in app._notifications))
         server.start(tok_per_s=0)
         await until(lambda: any("The engine is back" in notice.message for notice in app._notifications), 20)
@@ -79,6 +80,17 @@ async def test_killed_engine_process_is_survived(server: Server, tmp_path: Path)
             "ngram",
         }
         assert app.chat.conversation.places[whole.id] == (2, 2)
+    await engine.aclose()
+
+
+async def test_opening_the_app_holds_the_engine(server: Server, tmp_path: Path) -> None:
+    address = server.start(tok_per_s=0)
+    engine = RemoteEngine(RemoteSettings(address, control_key=KEY))
+    async with started(engine, tmp_path):
+        await until(lambda: engine.metrics().state == "ready")
+        async with httpx.AsyncClient(base_url=address) as other:
+            said = (await other.get("/localspec/v1/state", headers={"x-localspec-key": KEY})).json()
+        assert said["holders"] == 1
     await engine.aclose()
 
 

@@ -79,6 +79,7 @@ class ChatScreen(Screen[None]):
         self._follow_theme()
         self.app.theme_changed_signal.subscribe(self, self._theme_changed)
         self.prompt.focus()
+        self.run_worker(self._follow_engine(), group="engine", exit_on_error=False)
         await self._try(self._start())
         self.sample()
 
@@ -325,6 +326,12 @@ class ChatScreen(Screen[None]):
         self._arrange(self.size.width, self.size.height)
         if theme in self.app.available_themes:
             self.app.theme = theme
+
+    async def _follow_engine(self) -> None:
+        # A connection to an engine is made by the first call that is awaited; figures come, and the engine knows of
+        # its user, from then on.
+        with suppress(EngineError):
+            await self.conversation.engine.wait_ready()
 
     async def _send(self, text: str) -> None:
         await self.conversation.say(text)

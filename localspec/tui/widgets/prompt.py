@@ -86,10 +86,12 @@ class Prompt(TextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
-        if event.text.count("\n") >= PASTE_CHIP_LINES:
-            self.post_message(self.Pasted(event.text))
+        # Terminals and tmux send a pasted line break as the key Enter sends it.
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        if text.count("\n") >= PASTE_CHIP_LINES:
+            self.post_message(self.Pasted(text))
         else:
-            self.replace(clean(event.text), *self.selection)
+            self.replace(clean(text), *self.selection)
 
     def _may_recall(self) -> bool:
         return bool(self._history) and (not self.text or self._recalled >= 0)
