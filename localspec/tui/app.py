@@ -8,7 +8,7 @@ from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.filter import NoColor
+from textual.filter import LineFilter, NoColor
 from textual.screen import Screen
 
 from localspec.api.engine import Engine
@@ -38,9 +38,10 @@ class LocalspecApp(App[None]):
         self.chat = ChatScreen(conversation, options)
         if options.still or options.over_ssh:
             self.animation_level = "none"
-        if options.no_color and not self.no_color:
+        if options.no_color:
+            # Textual's own answer to NO_COLOR is shades of grey, which are colour codes as well.
             self.no_color = True
-            self._filters.append(NoColor())
+            self._filters: list[LineFilter] = [NoColor()]
 
     def on_mount(self) -> None:
         self.push_screen(self.chat)

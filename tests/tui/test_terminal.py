@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,8 @@ folder, text, rate = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 (folder / "pid").write_text(str(__import__("os").getpid()))
 store = StoreWorker(lambda: open_store(folder / "chats.sqlite3"))
 engine = ScriptedEngine(Script(replies=(Reply(text),), tok_per_s=rate))
-LocalspecApp(engine, store, UiOptions(export_dir=folder, copy_file=folder / "copied.txt")).run()
+no_color = "NO_COLOR" in __import__("os").environ
+LocalspecApp(engine, store, UiOptions(export_dir=folder, copy_file=folder / "copied.txt", no_color=no_color)).run()
 store.close()
 print("left in good order")
 """
@@ -42,14 +44,14 @@ class Tmux:
         self.folder = folder
         self._base = ["tmux", "-S", str(folder / "tmux")]
 
-    def start(self, text: str, rate: float) -> None:
+    def start(self, text: str, rate: float, **environment: str) -> None:
         (self.folder / "app.py").write_text(APP)
         command = [sys.executable, str(self.folder / "app.py"), str(self.folder), text, str(rate)]
         quoted = " ".join("'" + part.replace("'", "'\\''") + "'" for part in command)
         subprocess.run(
             [*self._base, "-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", f"{quoted}; sleep 30"],
             check=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **environment},
             cwd=ROOT,
         )
 
@@ -58,6 +60,12 @@ class Tmux:
 
     def screen(self) -> str:
         return subprocess.run([*self._base, "capture-pane", "-p"], check=True, capture_output=True, text=True).stdout
+
+    def codes(self) -> set[str]:
+        """What the screen is drawn with: all parameters of its style sequences."""
+        command = [*self._base, "capture-pane", "-p", "-e"]
+        drawn = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return {code for codes in re.findall(r"\x1b\[([0-9;:]*)m", drawn) for code in re.split("[;:]", codes) if code}
 
     def wait(self, ready: Callable[[str], bool], timeout_s: float = 30.0) -> str:
         end_s = time.monotonic() + timeout_s
@@ -90,6 +98,21 @@ def test_chat_by_keys_in_tmux(tmux: Tmux) -> None:
     tmux.wait(lambda screen: "drafts refused" in screen)
     tmux.keys("C-q")
     tmux.wait(lambda screen: "left in good order" in screen)
+
+
+def test_no_color_sends_no_colour_and_shows_the_cursor(tmux: Tmux) -> None:
+    tmux.start("Yes, **there** is.\n\n```sh\nls\n```\n", 0, NO_COLOR="1")
+    tmux.wait(lambda screen: "Ask something" in screen and "scripted (demo)" in screen)
+    tmux.keys("q", "Enter")
+    tmux.wait(lambda screen: "── sh" in screen and "tok/s" in screen)
+    allowed = {"0", "1", "2", "3", "4", "7", "39", "49"}
+    assert "1" in tmux.codes() <= allowed
+    tmux.keys("abc", "Left")
+    tmux.wait(lambda screen: "abc" in screen and "7" in tmux.codes())
+    for keys in (("C-d",), ("C-r",), ("Escape",), ("F1",)):
+        tmux.keys(*keys)
+        time.sleep(0.3)
+        assert tmux.codes() <= allowed
 
 
 def test_kill_in_mid_answer_loses_at_most_a_second(tmux: Tmux, tmp_path: Path) -> None:
