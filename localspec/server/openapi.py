@@ -18,6 +18,11 @@ FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 TOKENS: Schema = {"type": "array", "items": COUNT, "maxItems": 4096}
 OBJECT: Schema = {"type": "object"}
+ROOM: Schema = {
+    "type": "integer",
+    "minimum": -1,
+    "description": "Most tokens of the answer; 0 and -1 mean as many as the context has room for, like absence.",
+}
 
 
 async def openapi(request: Request) -> Response:
@@ -35,7 +40,7 @@ def description() -> dict[str, Any]:
             "description": "A local engine under the APIs of OpenAI, Anthropic, Ollama and llama.cpp. Paths of /v1 "
             "work without that prefix too. Fields that are not listed are ignored.",
         },
-        "paths": {**_openai_paths(), **_other_paths(), **_plain_paths()},
+        "paths": {**_openai_paths(), **_other_paths(), **_plain_paths(), **_control_paths()},
         "components": {
             "schemas": _schemas(),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -46,7 +51,11 @@ def description() -> dict[str, Any]:
 def _openai_paths() -> dict[str, Any]:
     return {
         "/v1/models": _get("Models", _list_of(ref("Model"))),
-        "/v1/chat/completions": _post("A chat reply", _chat_request(), ref("Chat"), "text/event-stream"),
+        "/v1/models/{model}": {
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": TEXT}],
+            **_get("The loaded model", ref("Model")),
+        },
+        "/v1/chat/completions": _post("A chat reply", ref("ChatRequest"), ref("Chat"), "text/event-stream"),
         "/v1/completions": _post(
             "Text that follows a prompt", _completion_request(), ref("Completion"), "text/event-stream"
         ),
@@ -64,9 +73,11 @@ def _other_paths() -> dict[str, Any]:
         "/api/chat": _post("A chat reply", _ollama_chat_request(), ref("OllamaReply"), "application/x-ndjson"),
         "/api/generate": _post("A reply", _ollama_generate_request(), ref("OllamaReply"), "application/x-ndjson"),
         "/api/tags": _get("Models", _object(models={"type": "array", "items": OBJECT}, need=["models"])),
+        "/api/ps": _get("The loaded model", _object(models={"type": "array", "items": OBJECT}, need=["models"])),
         "/api/show": _post("About a model", _object(model=TEXT), _object(model_info=OBJECT, need=["model_info"])),
         "/api/version": _get("Version of the API", _object(version=TEXT, need=["version"])),
         "/api/v0/models": _get("Models", _list_of(OBJECT)),
+        "/api/v0/chat/completions": _post("A chat reply", ref("ChatRequest"), ref("Chat"), "text/event-stream"),
         "/completion": _post(
             "Text that follows", _llama_request(prompt=TEXT, need=["prompt"]), ref("Text"), "text/event-stream"
         ),
@@ -81,10 +92,36 @@ def _other_paths() -> dict[str, Any]:
 def _plain_paths() -> dict[str, Any]:
     slots: Schema = {"type": "array", "items": OBJECT}
     return {
+        "/": _get("A word for probes", TEXT, "text/plain"),
+        "/openapi.json": _get("This document", OBJECT),
         "/health": _get("Whether requests are served", _object(status=TEXT, need=["status"])),
+        "/v1/health": _get("Whether requests are served", _object(status=TEXT, need=["status"])),
         "/metrics": _get("Counters", TEXT, "text/plain"),
         "/props": _get("The loaded model", _object(default_generation_settings=OBJECT, total_slots=COUNT)),
         "/slots": _get("Running requests", slots),
+    }
+
+
+def _control_paths() -> dict[str, Any]:
+    """Calls of `localspec` itself: from this machine, with the key of the data directory."""
+    calls = {
+        "load": _object(model=TEXT, need=["model"]),
+        "warm": ref("ChatRequest"),
+        "forget": _object(chat_id=TEXT, need=["chat_id"]),
+        "drafter": _object(drafter=TEXT, depth=COUNT),
+        "count_tokens": ref("ChatRequest"),
+        "tokenize": _object(text=TEXT, need=["text"]),
+        "detokenize": _object(tokens=TOKENS, need=["tokens"]),
+        "shutdown": OBJECT,
+        "tuner": OBJECT,
+    }
+    posts = {f"/localspec/v1/{name}": _post(f"Control: {name}", body, OBJECT) for name, body in calls.items()}
+    pull = _post("Control: fetch a model", _object(model=TEXT, need=["model"]), OBJECT, "text/event-stream")
+    return {
+        "/localspec/v1/state": _get("Control: model, figures, process", OBJECT),
+        "/localspec/v1/metrics": _get("Control: figures as events", TEXT, "text/event-stream"),
+        "/localspec/v1/pull": pull,
+        **posts,
     }
 
 
@@ -134,8 +171,8 @@ def _sampling() -> dict[str, Schema]:
         "top_p": _number(0, 1),
         "top_k": {"type": "integer", "minimum": -1},
         "min_p": _number(0, 1),
-        "presence_penalty": _number(-100, 100),
-        "frequency_penalty": _number(-100, 100),
+        "presence_penalty": _number(-2, 2),
+        "frequency_penalty": _number(-2, 2),
         "repetition_penalty": _number(0.01, 100),
         "seed": {"type": "integer", "minimum": -(1 << 63), "maximum": 1 << 63},
         "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 16}]},
@@ -156,9 +193,14 @@ def _shared() -> dict[str, Schema]:
     return {
         **_sampling(),
         "model": TEXT,
-        "max_tokens": {"type": "integer", "minimum": -1},
+        "max_tokens": ROOM,
         "n": {"type": "integer", "minimum": 1, "maximum": 8},
-        "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100)},
+        "logit_bias": {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": _number(-100, 100),
+            "description": "Token ids and what is added to their logits.",
+        },
         "stream_options": _object(include_usage=FLAG),
         "localspec": own,
     }
@@ -169,13 +211,18 @@ def _chat_request() -> Schema:
         need=["messages"],
         messages={"type": "array", "items": ref("ChatMessage"), "minItems": 1},
         **_shared(),
-        max_completion_tokens={"type": "integer", "minimum": -1},
+        max_completion_tokens=ROOM,
         tools={"type": "array", "items": ref("Tool")},
         tool_choice={"anyOf": [{"enum": ["auto", "none", "required"]}, OBJECT]},
         parallel_tool_calls=FLAG,
         response_format=OBJECT,
         logprobs=FLAG,
-        top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
+        top_logprobs={
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 20,
+            "description": "Goes with logprobs: true only.",
+        },
         prediction=_object(type=TEXT, content=TEXT),
         chat_template_kwargs=OBJECT,
         reasoning_effort=TEXT,
@@ -191,7 +238,7 @@ def _completion_request() -> Schema:
         need=["prompt"],
         prompt=prompt,
         suffix=TEXT,
-        echo=FLAG,
+        echo={**FLAG, "description": "Begin the text with the prompt. Refused beside logprobs."},
         logprobs={"type": "integer", "minimum": 0, "maximum": 20},
         **_shared(),
     )
@@ -203,7 +250,7 @@ def _responses_request() -> Schema:
         input={"anyOf": [TEXT, {"type": "array", "items": OBJECT}]},
         instructions=TEXT,
         model=TEXT,
-        max_output_tokens={"type": "integer", "minimum": -1},
+        max_output_tokens=ROOM,
         tools={"type": "array", "items": OBJECT},
         tool_choice={"anyOf": [TEXT, OBJECT]},
         text=_object(format=OBJECT),
@@ -266,6 +313,7 @@ def _schemas() -> dict[str, Schema]:
     parts: Schema = {"type": "array", "items": _object(type=TEXT, text=TEXT)}
     return {
         "Model": _object(id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT, meta=OBJECT, need=["id"]),
+        "ChatRequest": _chat_request(),
         "Content": {"anyOf": [TEXT, parts]},
         "ChatMessage": _object(
             need=["role"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from starlette.routing import Route
 
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.server.app import create_app
@@ -37,6 +38,26 @@ def test_the_port_keeps_to_its_description(case: object) -> None:
     case.call_and_validate(checks=CHECKS)  # type: ignore[attr-defined]
 
 
-def test_every_described_path_is_served() -> None:
-    served = {getattr(route, "path", "") for route in create_app(ScriptedEngine()).routes}
-    assert set(description()["paths"]) <= served
+def test_the_description_lists_what_is_served_and_nothing_else() -> None:
+    described = {
+        (path, method.upper())
+        for path, item in description()["paths"].items()
+        for method in item
+        if method in ("get", "post")
+    }
+    served = {
+        (route.path.replace(":path}", "}"), method)
+        for route in create_app(ScriptedEngine()).routes
+        if isinstance(route, Route)
+        for method in (route.methods or ()) - {"HEAD"}
+    }
+    # The description says once for all that the prefix may be left out.
+    aliases = {(path.removeprefix("/v1"), method) for path, method in described if path.startswith("/v1/")}
+    assert described <= served
+    assert served - described <= aliases
+
+
+def test_the_description_says_what_surprises() -> None:
+    fields = description()["components"]["schemas"]["ChatRequest"]["properties"]
+    assert "0 and -1 mean" in fields["max_tokens"]["description"]
+    assert fields["presence_penalty"] == {"type": "number", "minimum": -2, "maximum": 2}
