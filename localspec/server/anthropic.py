@@ -19,7 +19,7 @@ from localspec.api.types import Prefill
 from localspec.server.body import read_fields
 from localspec.server.context import Port, port_of
 from localspec.server.errors import ApiError, bad
-from localspec.server.fields import Fields
+from localspec.server.fields import Fields, check_count
 from localspec.server.generation import Finished, Progress, Reply, Step, collect, new_id, run
 from localspec.server.normalise import text_of
 from localspec.server.openai import ChatCall, read_chat
@@ -99,7 +99,9 @@ def _read_message(fields: Fields) -> Iterator[dict[str, Any]]:
     content = fields.value("content")
     if role not in ("user", "assistant", "system"):
         raise bad(f"{fields.name('role')} must be user or assistant, not {role!r}.", fields.name("role"))
-    if not isinstance(content, list):
+    if isinstance(content, list):
+        check_count(content, fields.name("content"))
+    else:
         yield {"role": role, "content": text_of(content, fields.name("content"))}
         return
     said = _Blocks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -32,13 +33,15 @@ def parse(body: bytes) -> Any:
     if not body.strip():
         return {}
     try:
-        data = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        data = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError:
         raise bad("The body is not UTF-8 text.", code="invalid_json") from None
     except RecursionError:
         raise bad("The body is nested too deeply.", code="invalid_json") from None
-    except ValueError as reason:
+    except json.JSONDecodeError as reason:
         raise bad(f"The body is not JSON: {str(reason)[:200]}.", code="invalid_json") from None
+    except ValueError:
+        raise bad("The body holds a whole number of thousands of digits.", code="invalid_json") from None
     if b"\\u" in body:
         _refuse_half_characters(data)
     return data
@@ -53,4 +56,12 @@ def _refuse_half_characters(data: Any) -> None:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
+    raise bad(f"The body is not JSON: {name} is not a JSON value.", code="invalid_json")
+
+
+def _finite(digits: str) -> float:
+    """Answers repeat some fields, and JSON cannot write an infinite number."""
+    value = float(digits)
+    if math.isinf(value):
+        raise bad(f"The body holds the number {digits[:40]}, which is too large.", code="invalid_json")
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from localspec.server.generation import Finished, Reply, Step, collect, new_id, 
 from localspec.server.infill import infill_prompt
 from localspec.server.openai import add_usage, numbered, openai_error_frames
 from localspec.server.openai_reply import DraftView, Head, completion_logprobs, figures, raw_event, usage_json
-from localspec.server.request import Caller, Choice, read_common
+from localspec.server.request import Caller, Choice, read_common, read_token_ids
 from localspec.server.sse import DONE, frame, open_stream, until_client_leaves
 
 MAX_PROMPTS = 16
@@ -66,7 +67,10 @@ async def _read(fields: Fields, caller: Caller, port: Port) -> CompletionCall:
     n = fields.integer("n", 1, port.settings.max_choices) or 1
     options, extra = fields.object("stream_options"), fields.object("localspec")
     requests, echoes, echo = [], [], fields.flag("echo")
-    prompts = _prompts(fields)
+    if echo and common.logprobs is not None:
+        # Those of the prompt are not computed; an answer without them would pass for one with them.
+        raise bad("echo goes without logprobs here: a prompt has no log-probabilities.", "echo", "unsupported")
+    prompts = _prompts(fields, caller)
     for prompt in prompts:
         request = await _with_prompt(common, prompt, fields, caller)
         shown = request.prompt
@@ -86,24 +90,24 @@ async def _read(fields: Fields, caller: Caller, port: Port) -> CompletionCall:
     )
 
 
-def _prompts(fields: Fields) -> list[str | tuple[int, ...]]:
+def _prompts(fields: Fields, caller: Caller) -> list[str | tuple[int, ...]]:
     """A text, token ids, or a list of either."""
     value = fields.value("prompt")
     if isinstance(value, str):
         return [value]
-    items = fields.items("prompt")
+    items = fields.items("prompt", sys.maxsize)
     if not items:
         raise bad("prompt is missing; give a text or token ids.", "prompt")
-    if all(_is_token_id(item) for item in items):
-        return [tuple(items)]
+    if _is_token_id(items[0]):
+        return [read_token_ids(items, caller, "prompt")]
     if len(items) > MAX_PROMPTS:
         raise bad(f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(items)}.", "prompt")
     prompts: list[str | tuple[int, ...]] = []
     for item in items:
         if isinstance(item, str):
             prompts.append(item)
-        elif isinstance(item, list) and item and all(_is_token_id(token) for token in item):
-            prompts.append(tuple(item))
+        elif isinstance(item, list) and item:
+            prompts.append(read_token_ids(item, caller, "prompt"))
         else:
             raise bad("prompt must be a text, a list of texts, token ids or a list of them.", "prompt")
     return prompts
@@ -123,9 +127,6 @@ async def _with_prompt(
         return dataclasses.replace(common, prompt=prompt)
     if suffix:
         raise bad("suffix needs a prompt that is text.", "suffix")
-    worst = max((token for token in prompt if not 0 <= token < caller.model.vocab_size), default=None)
-    if worst is not None:
-        raise bad(f"prompt: no token {worst}; ids end at {caller.model.vocab_size - 1}.", "prompt")
     return dataclasses.replace(common, prompt_token_ids=prompt)
 
 

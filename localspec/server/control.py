@@ -22,7 +22,7 @@ from localspec.api.types import GenerateRequest
 from localspec.server.body import read_fields
 from localspec.server.context import Port, port_of
 from localspec.server.errors import ApiError, bad
-from localspec.server.fields import Fields
+from localspec.server.fields import MAX_TOKEN_IDS, Fields
 from localspec.server.openai import read_chat
 from localspec.server.sse import frame, open_stream, until_client_leaves
 
@@ -167,7 +167,7 @@ async def _tokenize(port: Port, request: Request, fields: Fields) -> dict[str, A
 
 
 async def _detokenize(port: Port, request: Request, fields: Fields) -> dict[str, Any]:
-    tokens = fields.items("tokens")
+    tokens = fields.items("tokens", MAX_TOKEN_IDS)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise fields.wrong("tokens", "a list of token ids")
     return {"text": await port.engine.detokenize(tuple(tokens))}

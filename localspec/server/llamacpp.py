@@ -19,13 +19,13 @@ from localspec.api.types import GenerateRequest
 from localspec.server.body import read_fields
 from localspec.server.context import Port, port_of
 from localspec.server.errors import bad
-from localspec.server.fields import Fields
+from localspec.server.fields import MAX_TOKEN_IDS, Fields
 from localspec.server.generation import Finished, Reply, Step, run
 from localspec.server.infill import find_markers
 from localspec.server.normalise import read_messages
 from localspec.server.openai import openai_error_frames
 from localspec.server.openai_reply import figures
-from localspec.server.request import Caller, Choice, read_common, read_tools
+from localspec.server.request import Caller, Choice, read_common, read_token_ids, read_tools
 from localspec.server.sse import frame, open_stream, until_client_leaves
 
 MAX_EXTRA_FILES = 256
@@ -51,10 +51,8 @@ async def completion(request: Request) -> Response:
     prompt = fields.value("prompt")
     if isinstance(prompt, str):
         made = dataclasses.replace(common, prompt=prompt)
-    elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        if not all(0 <= token < caller.model.vocab_size for token in prompt):
-            raise bad(f"prompt: token ids end at {caller.model.vocab_size - 1}.", "prompt")
-        made = dataclasses.replace(common, prompt_token_ids=tuple(prompt))
+    elif isinstance(prompt, list) and prompt:
+        made = dataclasses.replace(common, prompt_token_ids=read_token_ids(prompt, caller, "prompt"))
     else:
         raise bad("prompt must be a text or a list of token ids.", "prompt")
     return await _answer(request, port, fields, made, caller)
@@ -95,7 +93,7 @@ async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
     port = port_of(request)
     fields = await read_fields(request, port.settings)
-    tokens = fields.items("tokens")
+    tokens = fields.items("tokens", MAX_TOKEN_IDS)
     if not all(type(token) is int for token in tokens):
         raise fields.wrong("tokens", "a list of token ids")
     text = await port.engine.detokenize(tuple(tokens))

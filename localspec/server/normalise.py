@@ -12,7 +12,7 @@ from typing import Any
 
 from localspec.api.types import Message, ToolCall
 from localspec.server.errors import bad
-from localspec.server.fields import Fields
+from localspec.server.fields import Fields, check_count
 
 _ROLES = {
     "system": "system",
@@ -27,6 +27,7 @@ _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "summar
 
 def read_messages(items: list[Any], path: str = "messages") -> tuple[Message, ...]:
     """Checked and normalised messages. Raises ApiError 400 that names the field."""
+    check_count(items, path)
     if not items:
         raise bad(f"{path} is empty; give at least one message.", path)
     return normalise([_read_message(Fields(item, f"{path}[{index}]")) for index, item in enumerate(items)])
@@ -50,6 +51,7 @@ def text_of(value: Any, path: str) -> str:
         return value
     if not isinstance(value, list):
         raise bad(f"{path} must be a string or a list of parts.", path)
+    check_count(value, path)
     texts = []
     for index, item in enumerate(value):
         if isinstance(item, str):

@@ -14,6 +14,9 @@ from localspec.api.types import TARGET_ORIGIN, Delta, Event, Phase, Timings, Tok
 from localspec.server.generation import Finished, Reply, SpanLedger, Step, new_id
 from localspec.server.stream import CallArguments, CallStart, Piece, TextPiece
 
+CUT_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -150,13 +153,18 @@ def chat_logprobs(entries: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> dic
         return None
     content = []
     for entry in entries:
-        top = [_logprob(text, logprob) for _, text, logprob in entry.top]
+        top = [_logprob(text, logprob) for text, logprob in _alternatives(entry)]
         content.append({**_logprob(entry.text, entry.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
+def _alternatives(entry: TokenLogprob) -> list[tuple[str, float]]:
+    """Texts and values of the best tokens; those that top-k and its like cut have none worth showing."""
+    return [(text, logprob) for _, text, logprob in entry.top if logprob > CUT_LOGPROB]
+
+
 def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+    return {"token": text, "logprob": max(logprob, CUT_LOGPROB), "bytes": list(text.encode("utf-8", "replace"))}
 
 
 def completion_logprobs(entries: list[TokenLogprob] | tuple[TokenLogprob, ...], offset: int) -> dict[str, Any] | None:
@@ -169,8 +177,12 @@ def completion_logprobs(entries: list[TokenLogprob] | tuple[TokenLogprob, ...], 
         offset += len(entry.text)
     return {
         "tokens": [entry.text for entry in entries],
-        "token_logprobs": [max(entry.logprob, -9999.0) for entry in entries],
-        "top_logprobs": [{text: logprob for _, text, logprob in entry.top} for entry in entries],
+        "token_logprobs": [max(entry.logprob, CUT_LOGPROB) for entry in entries],
+        "top_logprobs": [
+            # The chosen token is always among them, and last so that its own value stands.
+            {**dict(_alternatives(entry)), entry.text: max(entry.logprob, CUT_LOGPROB)}
+            for entry in entries
+        ],
         "text_offset": offsets,
     }
 

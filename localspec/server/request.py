@@ -13,7 +13,7 @@ from typing import Any
 
 from localspec.api.codec import from_json
 from localspec.api.engine import Engine
-from localspec.api.types import GenerateRequest, Grammar, ModelInfo, Sampling
+from localspec.api.types import EngineError, GenerateRequest, Grammar, ModelInfo, Sampling
 from localspec.server.errors import bad
 from localspec.server.fields import Fields
 from localspec.server.normalise import text_of
@@ -73,8 +73,8 @@ async def read_sampling(fields: Fields, caller: Caller) -> Sampling:
         "temperature": fields.number("temperature", 0, 100),
         "top_p": fields.number("top_p", 0, 1),
         "min_p": fields.number("min_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -100, 100),
-        "frequency_penalty": fields.number("frequency_penalty", -100, 100),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repetition_penalty": fields.number(fields.first("repetition_penalty", "repeat_penalty"), 0.01, 100),
         "top_k": fields.integer("top_k", -1, 1 << 31),
         "seed": fields.integer("seed", -_SEED_RANGE, 2 * _SEED_RANGE),
@@ -90,6 +90,10 @@ async def read_sampling(fields: Fields, caller: Caller) -> Sampling:
 
 async def _read_logit_bias(fields: Fields, caller: Caller) -> tuple[tuple[int, float], ...]:
     raw = fields.value("logit_bias")
+    if isinstance(raw, dict) and not all(key.isascii() and key.isdigit() for key in raw):
+        # In an object keys are token ids (OpenAI); a text would be guesswork. Pairs may hold texts (llama.cpp).
+        key = next(key for key in raw if not (key.isascii() and key.isdigit()))
+        raise bad(f'logit_bias: {key[:40]!r} is no token id; keys are ids such as "65".', "logit_bias")
     pairs = list(raw.items()) if isinstance(raw, dict) else raw
     if not isinstance(pairs, list) or len(pairs) > MAX_LOGIT_BIAS:
         raise bad(f"logit_bias must be an object with at most {MAX_LOGIT_BIAS} entries.", "logit_bias")
@@ -99,7 +103,7 @@ async def _read_logit_bias(fields: Fields, caller: Caller) -> tuple[tuple[int, f
             raise bad("logit_bias must hold pairs of a token and a number.", "logit_bias")
         key, bias = pair
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1e4:
-            raise bad(f"logit_bias of {key!r} must be a number.", "logit_bias")
+            raise bad(f"logit_bias of {str(key)[:40]!r} must be a number.", "logit_bias")
         out.append((await _token_id(key, caller), float(bias)))
     return tuple(out)
 
@@ -108,12 +112,27 @@ async def _token_id(key: Any, caller: Caller) -> int:
     if isinstance(key, str) and not (key.isascii() and key.isdigit()):
         token_ids = await caller.engine.tokenize(key)
         if len(token_ids) != 1:
-            raise bad(f"logit_bias: {key!r} is {len(token_ids)} tokens, not one; use ids.", "logit_bias")
+            raise bad(f"logit_bias: {key[:40]!r} is {len(token_ids)} tokens, not one; use ids.", "logit_bias")
         return token_ids[0]
     token_id = int(key) if isinstance(key, (str, int)) and len(str(key)) < 12 else -1
     if not 0 <= token_id < caller.model.vocab_size:
-        raise bad(f"logit_bias: no token {key!r}; ids end at {caller.model.vocab_size - 1}.", "logit_bias")
+        raise bad(f"logit_bias: no token {str(key)[:40]!r}; ids end at {caller.model.vocab_size - 1}.", "logit_bias")
     return token_id
+
+
+def read_token_ids(items: list[Any], caller: Caller, path: str) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises ApiError 400, EngineError (`context_length_exceeded`) before it reads too many."""
+    limit = caller.model.context_limit_tokens
+    if len(items) >= limit:
+        raise EngineError(
+            "context_length_exceeded", f"The prompt has {len(items)} tokens, the context holds {limit}; shorten it."
+        )
+    for item in items:
+        if type(item) is not int:
+            raise bad(f"{path} must be a text or a list of token ids.", path)
+        if not 0 <= item < caller.model.vocab_size:
+            raise bad(f"{path}: no token {str(item)[:20]}; ids end at {caller.model.vocab_size - 1}.", path)
+    return tuple(items)
 
 
 def read_max_tokens(fields: Fields) -> int | None:
@@ -141,6 +160,8 @@ def read_logprobs(fields: Fields) -> int | None:
         top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
         if value:
             return top or 0
+        if top:
+            raise bad("top_logprobs needs logprobs: true beside it.", "top_logprobs")
         return None
     return fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
 

@@ -31,7 +31,6 @@ _PASSED_ON = (
     "localspec",
     "thinking_budget",
     "enable_thinking",
-    "top_logprobs",
 )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from localspec.api.scripted import Reply, ScriptedEngine
-from localspec.api.types import EngineError
+from localspec.api.types import Delta, EngineError, Event, GenerateRequest
 from tests.server.conftest import says, serving
 from tests.server.test_stream import HERMES, TOOLS, XML
 
@@ -126,13 +129,12 @@ async def test_choices_logprobs_and_stop(echo_port: httpx.AsyncClient) -> None:
 
 
 async def test_completions(echo_port: httpx.AsyncClient) -> None:
-    body: dict[str, Any] = {"prompt": ["a", "b"], "n": 2, "max_tokens": 4, "logprobs": 1, "echo": True}
+    body: dict[str, Any] = {"prompt": ["a", "b"], "n": 2, "max_tokens": 4, "echo": True}
     whole = (await echo_port.post("/completions", json=body)).json()
     assert [choice["text"] for choice in whole["choices"]] == ["aScri", "aScri", "bScri", "bScri"]
     assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
     assert whole["usage"]["prompt_tokens"] == 2
     assert whole["usage"]["completion_tokens"] == 16
-    assert "".join(whole["choices"][0]["logprobs"]["tokens"]) == "Scri"
     reply = await echo_port.post("/v1/completions", json={"prompt": [104, 105], "stream": True})
     chunks = events(reply.text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "Scripted answer."
@@ -140,6 +142,52 @@ async def test_completions(echo_port: httpx.AsyncClient) -> None:
     refused = await echo_port.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "unsupported"
+
+
+class CutEngine(ScriptedEngine):
+    """Gives two alternatives a token, neither the chosen one and one of them cut."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        async for event in super().generate(request):
+            if isinstance(event, Delta):
+                top = ((88, "X", -0.1), (89, "Y", -math.inf), (90, "Z", -9999.0))
+                event = replace(event, logprobs=tuple(replace(entry, top=top) for entry in event.logprobs))
+            yield event
+
+
+async def test_logprobs_of_completions() -> None:
+    async with serving(CutEngine()) as address, httpx.AsyncClient(base_url=address) as client:
+        body = {"prompt": "a", "max_tokens": 4, "logprobs": 3}
+        found = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+        assert found["tokens"] == list("Scri")
+        assert found["text_offset"] == [0, 1, 2, 3]
+        assert found["token_logprobs"] == [-0.25] * 4
+        assert found["top_logprobs"] == [{"X": -0.1, token: -0.25} for token in "Scri"]
+        refused = await client.post("/v1/completions", json={**body, "echo": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+        chat = {"messages": ASK, "logprobs": True, "top_logprobs": 3}
+        entries = (await client.post(CHAT, json=chat)).json()["choices"][0]["logprobs"]["content"]
+        assert [[top["token"] for top in entry["top_logprobs"]] for entry in entries] == [["X"]] * 16
+
+
+async def test_long_prompts_of_ids_are_refused_by_their_length(echo_port: httpx.AsyncClient) -> None:
+    for route, prompt in (("/v1/completions", [5] * 70_000), ("/v1/completions", [[5] * 70_000])):
+        reply = await echo_port.post(route, json={"prompt": prompt})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for route in ("/v1/completions", "/completion"):
+        reply = await echo_port.post(route, json={"prompt": [5] * 70_000})
+        assert "70000" in reply.json()["error"]["message"]
+        reply = await echo_port.post(route, json={"prompt": [5, -1]})
+        assert (reply.status_code, "no token -1" in reply.json()["error"]["message"]) == (400, True)
+        assert (await echo_port.post(route, json={"prompt": [5, "a"]})).status_code == 400
+
+
+@pytest.mark.parametrize(("number", "words"), [("1" * 5000, "whole number"), ("1e999", "1e999"), ("NaN", "NaN")])
+async def test_numbers_that_cannot_be_read(echo_port: httpx.AsyncClient, number: str, words: str) -> None:
+    reply = await echo_port.post(CHAT, content=f'{{"messages": [], "seed": {number}}}')
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert words in message and "sys." not in message
 
 
 async def test_one_call_where_more_are_not_wanted() -> None:
@@ -173,7 +221,16 @@ async def test_one_call_where_more_are_not_wanted() -> None:
         ({"messages": ASK, "tools": [{"type": "function", "function": {}}]}, "tools[].function.name"),
         ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
         ({"messages": ASK, "logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"messages": ASK, "logit_bias": {"ab": 1}}, "logit_bias"),
+        ({"messages": ASK, "logit_bias": {"x": 5}}, "logit_bias"),
+        ({"messages": ASK, "logit_bias": [["ab", 1]]}, "logit_bias"),
+        ({"messages": ASK, "presence_penalty": 2.5}, "presence_penalty"),
+        ({"messages": ASK, "frequency_penalty": -3}, "frequency_penalty"),
+        ({"messages": ASK, "frequency_penalty": 10**400}, "frequency_penalty"),
+        ({"messages": ASK, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": ASK, "logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": ASK * 20_000}, "messages"),
+        ({"messages": [{"role": "user", "content": ["a"] * 20_000}]}, "messages[0].content"),
+        ({"messages": ASK, "tools": [{}] * 20_000}, "tools"),
         ({"messages": ASK, "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format"),
         ({"messages": ASK, "localspec": {"drafter": 1}}, "localspec.drafter"),
@@ -201,7 +258,8 @@ async def test_what_clients_send_by_habit_is_accepted(echo_port: httpx.AsyncClie
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, *ASK],
         "max_tokens": -1,
         "tools": [{"type": "web_search"}, *TOOLS],
-        "logit_bias": {"65": -100, "A": 1},
+        "logit_bias": [["65", -100], ["A", 1]],
+        "top_logprobs": 0,
         "reasoning_effort": "high",
         "invented": {"x": 1},
         "user": "me",
