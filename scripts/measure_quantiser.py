@@ -1,12 +1,14 @@
 """What NVFP4 costs a model: KL and top-1 agreement of each way to quantise its matrices, beside integer formats.
 
-    python scripts/measure_quantiser.py MODEL_FOLDER [--name NAME] [--ways max,mse,...]
+    python scripts/measure_quantiser.py MODEL_FOLDER [--name NAME] [--ways max,mse,...] [--dither]
 
 The source is the folder's weights as float32. All matrices of the layers are replaced, the embedding (and a tied head)
 never. Calibration text: articles of pydoc_data.topics and modules of the standard library. Held-out text: the prose of
 localspec/hub/calibration_text.py and other modules, 256 tokens each, teacher forced. Integer formats are quantised by
 the rounding of the gguf package (Q4_0, Q4_1), and Q4_K by a search of our own over the format's grid, super-blocks
-running on over the ends of rows. Prints a table and one line of JSON, kept in scripts/results/quantiser.json by name.
+running on over the ends of rows. `--dither` adds uniform noise of one step of its grid to a source that was 4-bit
+itself, so that integer formats cannot simply find that grid again. Prints a table and one line of JSON, kept in
+scripts/results/quantiser.json by name.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,8 +32,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from localspec.formats.blocks import BlockWeight
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint, read_config
-from localspec.formats.compact import survey
+from localspec.formats.compact import Stored, survey
 from localspec.hub.calibration import TextModel, agreement
 from localspec.hub.calibration_text import CALIBRATION_PROSE, HELD_OUT_PROSE
 from localspec.kernels.nvfp4_feedback import feedback_of, quantise_nvfp4_with_feedback
@@ -112,8 +116,24 @@ def texts(folder: Path) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return calibration, [*windows(own_prose), *held_code]
 
 
+def source_values(checkpoint: FolderCheckpoint, each: Stored, dither: bool) -> Tensor:
+    """[N, K] float32: what the source means by a matrix, off its grid with `dither`."""
+    weight = checkpoint.weight(each.name)
+    values = weight.dequantise()
+    if dither and each.choice != "kept" and isinstance(weight, BlockWeight):
+        generator = torch.Generator().manual_seed(zlib.crc32(each.name.encode()))
+        step = weight.scale.float().repeat_interleave(values.shape[1] // weight.scale.shape[1], dim=1)
+        values = values + (torch.rand(values.shape, generator=generator) - 0.5) * step
+    return values
+
+
 def write_variant(
-    checkpoint: FolderCheckpoint, folder: Path, source: Path, way: Way | None, moments: dict[str, Tensor]
+    checkpoint: FolderCheckpoint,
+    folder: Path,
+    source: Path,
+    way: Way | None,
+    moments: dict[str, Tensor],
+    dither: bool,
 ) -> float:
     """A folder with the weights that a way gives, as float32 (None: the source's); returns its mean SQNR in dB."""
     folder.mkdir()
@@ -126,7 +146,7 @@ def write_variant(
         if len(each.shape) != 2:
             tensors[each.name] = checkpoint.vector(each.name).clone()
             continue
-        values = checkpoint.weight(each.name).dequantise()
+        values = source_values(checkpoint, each, dither)
         found = values
         if way is not None and each.choice != "kept":
             found = way(values, moments[each.name])
@@ -141,12 +161,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--name", default="demo")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--dither", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     calibration, held_out = texts(arguments.model)
     with closing(open_checkpoint(arguments.model)) as checkpoint, tempfile.TemporaryDirectory() as scratch:
         plain = Path(scratch) / "plain"
-        write_variant(checkpoint, plain, arguments.model, None, {})
+        write_variant(checkpoint, plain, arguments.model, None, {}, arguments.dither)
         model = TextModel(plain, "cpu")
         expected = [model.log_probs(window) for window in held_out]
         names = frozenset(each.name for each in survey(checkpoint) if each.choice == "nvfp4")
@@ -158,7 +179,7 @@ def main() -> None:
             bits, way = WAYS[name]
             folder = Path(scratch) / name
             begin = time.monotonic()
-            sqnr_db = write_variant(checkpoint, folder, arguments.model, way, moments)
+            sqnr_db = write_variant(checkpoint, folder, arguments.model, way, moments, arguments.dither)
             quantise_s = time.monotonic() - begin
             other = TextModel(folder, "cpu")
             found = [other.log_probs(window) for window in held_out]
@@ -180,7 +201,7 @@ def main() -> None:
                 flush=True,
             )
     tokens = {"held_out": sum(map(len, held_out)), "calibration": sum(map(len, calibration))}
-    document = {"model": arguments.model.name, "tokens": tokens, "ways": rows}
+    document = {"model": arguments.model.name, "dither": arguments.dither, "tokens": tokens, "ways": rows}
     if "max" in rows:
         base = rows["max"]["mean_kl_nats"]
         document["kl_below_max_scaling"] = {

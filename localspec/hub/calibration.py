@@ -33,7 +33,7 @@ MAX_HELD_OUT_WINDOWS = 2
 MAX_TEXT_BYTES = 4 << 20
 CALIBRATION_MODULES = ("textwrap", "heapq", "fractions", "shlex")
 HELD_OUT_MODULES = ("bisect", "colorsys")
-HEADS = ("lm_head.weight",)
+HEAD = "lm_head.weight"
 _MODULE_CHARACTERS = 6000
 
 
@@ -137,20 +137,22 @@ class TextModel:
     def mean_squares(self, windows: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
         """Mean square of each input column by the name of the matrix that it meets: [K] float32, host memory."""
         self._observer.start()
-        for window in windows:
-            # The head is a matrix too.
-            self._runner.model.logits(self._read(window)[: len(window)])
-        return self._observer.finish()
+        head = sum(self._read(window)[: len(window)].float().square().sum(dim=0) for window in windows)
+        found = self._observer.finish()
+        # What follows the final norm is the head's input; running the head itself would cost more than a layer.
+        return {**found, HEAD: torch.as_tensor(head).cpu() / sum(len(window) for window in windows)}
 
     @torch.inference_mode()
     def second_moments(self, windows: Sequence[tuple[int, ...]], names: frozenset[str]) -> dict[str, Tensor]:
         """Mean of x x^T over the inputs of each matrix of `names`: [K, K] float32, host memory."""
         self._observer.start(names)
+        head: Tensor | None = None
         for window in windows:
-            hidden = self._read(window)[: len(window)]
-            if not names.isdisjoint(HEADS):
-                self._runner.model.logits(hidden)
-        return {name: found for name, found in self._observer.finish().items() if name in names}
+            hidden = self._read(window)[: len(window)].float()
+            if HEAD in names:
+                head = hidden.T @ hidden if head is None else head + hidden.T @ hidden
+        found = {name: moments for name, moments in self._observer.finish().items() if name in names}
+        return found if head is None else {**found, HEAD: head.cpu() / sum(len(window) for window in windows)}
 
     def _read(self, window: tuple[int, ...]) -> Tensor:
         request = Request("", window, Sampling(), seed=0, max_tokens=1, stop_ids=(), drafter="off")

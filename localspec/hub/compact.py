@@ -37,6 +37,8 @@ SHARD_BYTES = 1 << 30
 MOMENT_BYTES = 2 << 30
 RUNNING_BYTES_PER_WEIGHT = 4.5
 """Host memory for running a model on the CPU back end, which computes in float32, with some air."""
+CARD_RESERVE_BYTES = 4 << 30
+"""Beside the weights on a card: logits, scratch and the cache of one window."""
 _REPLACED_FILES = (INDEX_NAME, QUANTISATION_NAME, "config.json", REPORT_NAME, layout.MANIFEST_NAME)
 
 
@@ -157,9 +159,13 @@ def _observe(source: Path, stored: tuple[Stored, ...], options: CompactOptions) 
     """Runs the source if that was asked for and fits; an own text that could not be used is an error."""
     if not options.measure:
         return _Observed({}, (), None, "not measured, as asked")
-    needed_bytes = int(RUNNING_BYTES_PER_WEIGHT * sum(each.num_values for each in stored))
-    available_bytes = psutil.virtual_memory().available
-    if options.device == "cpu" and needed_bytes > available_bytes:
+    if options.device == "cpu":
+        needed_bytes = int(RUNNING_BYTES_PER_WEIGHT * sum(each.num_values for each in stored))
+        available_bytes = psutil.virtual_memory().available
+    else:
+        needed_bytes = sum(each.bytes for each in stored) + CARD_RESERVE_BYTES
+        available_bytes = torch.cuda.mem_get_info(torch.device(options.device))[0]
+    if needed_bytes > available_bytes:
         reason = f"running the source takes {needed_bytes / 1e9:.1f} GB of memory, {available_bytes / 1e9:.1f} are free"
         if options.calibration is not None:
             raise HubError(f"{source.name} cannot be calibrated here: {reason}", EXIT_MACHINE_CANNOT)

@@ -79,8 +79,12 @@ def test_every_architecture_compacts_and_runs(name: str, tmp_path: Path) -> None
             assert keeps or 19 < tensors[each]["sqnr_db"] < 25
     # The same model from the values that the codes mean: packing, names and settings add nothing to the error.
     checkpoint = open_checkpoint(result.directory)
-    values = {n: checkpoint.weight(n).dequantise() if t.ndim == 2 else t for n, t in before.items()}
-    meant = tiny_model(name, 5, tmp_path / "meant")
+    vectors = {each: tensor for each, tensor in before.items() if tensor.ndim != 2}
+    values = {**vectors, **{each: checkpoint.weight(each).dequantise() for each in tensors}}
+    meant = tmp_path / "meant"
+    meant.mkdir()
+    config = {key: value for key, value in read_config(result.directory).items() if key != "quantization_config"}
+    (meant / "config.json").write_text(json.dumps(config))
     save_file(values, meant / "model.safetensors")
     found, wanted = logits(result.directory), logits(source)
     assert torch.equal(found, logits(meant))
@@ -115,6 +119,21 @@ def test_multi_token_prediction_is_compacted_and_drafts(tmp_path: Path) -> None:
     stored = load_file(source / "model.safetensors").items()
     vectors = sum(tensor.nbytes for name, tensor in stored if tensor.ndim != 2 and "mtp" not in name)
     assert result.report["bytes_per_token"]["before"] == sum(t["bytes_before"] for t in text) + vectors
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5"])
+def test_a_tied_head_stays_the_embedding(name: str, tmp_path: Path) -> None:
+    source = tiny_model(name, 5, tmp_path / "tied")
+    config, tensors = read_config(source), load_file(source / "model.safetensors")
+    config["tie_word_embeddings"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, source / "model.safetensors")
+    result = compact_model(source, tmp_path / "data", UNMEASURED)
+    assert "lm_head.weight" not in load_names(result.directory)
+    # All of it is read for each token.
+    assert result.report["bytes_per_token"]["before"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert relative_error(logits(result.directory), logits(source)) < 1
 
 
 def mixed_source(folder: Path) -> tuple[Path, dict[str, Nvfp4Weight]]:
