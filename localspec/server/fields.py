@@ -125,10 +125,6 @@ class Fields:
 
 def _shown(value: float) -> str:
     """A number for a message; JSON's whole numbers may have thousands of digits, more than a float can hold."""
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-        if abs(value) < 10**20
-        else f"a number of {len(str(value))} digits"
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if abs(value) < 10**20 else f"a number of {len(str(abs(value)))} digits"

@@ -151,8 +151,9 @@ class CutEngine(ScriptedEngine):
         async for event in super().generate(request):
             if isinstance(event, Delta):
                 top = ((88, "X", -0.1), (89, "Y", -math.inf), (90, "Z", -9999.0))
-                event = replace(event, logprobs=tuple(replace(entry, top=top) for entry in event.logprobs))
-            yield event
+                yield replace(event, logprobs=tuple(replace(entry, top=top) for entry in event.logprobs))
+            else:
+                yield event
 
 
 async def test_logprobs_of_completions() -> None:
