@@ -29,6 +29,7 @@ from localspec.server.settings import ServerSettings
 
 BACKLOG = 128
 GRACE_S = 5
+SIGNALS_TO_KILL = 3
 
 OnListening = Callable[[str], None]
 
@@ -45,7 +46,8 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM or a shutdown call; the engine is closed at the end. See `serve`.
 
-    SIGINT ends it too, and raises KeyboardInterrupt when all is closed.
+    SIGINT ends it too, and raises KeyboardInterrupt when all is closed; further ones are ignored from then on, as
+    the process is about to end. While the server stops, a third signal ends the process at once.
     """
     try:
         import uvloop
@@ -116,6 +118,7 @@ class _Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app=_no_app))
         self._engine = engine
         self.interrupted = False
+        self._n_signals = 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,10 +131,16 @@ class _Server(uvicorn.Server):
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # Someone impatient at the keys must not get a traceback out of the interpreter's own ending.
+                ignores = self.interrupted and number == signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if ignores else handler)
 
     def _on_signal(self, number: int, stack: FrameType | None) -> None:
         self.interrupted = self.interrupted or number == signal.SIGINT
+        self._n_signals += 1
+        if self._n_signals >= SIGNALS_TO_KILL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.handle_exit(number, stack)
 
     def stop(self) -> None:

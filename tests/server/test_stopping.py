@@ -81,7 +81,7 @@ async def test_a_stream_that_was_cut_ends_with_an_error(route: str) -> None:
 
 
 SERVER = """
-import sys, asyncio
+import sys, time
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.server.serve import run_server
 from localspec.server.settings import ServerSettings
@@ -89,6 +89,8 @@ engine = ScriptedEngine(Script((Reply("@" * 4000),), tok_per_s=300))
 try:
     run_server(engine, ServerSettings(port=0))
 except KeyboardInterrupt:
+    print("closing", flush=True)
+    time.sleep(0.3)
     sys.exit(130)
 finally:
     print(engine.metrics().state, flush=True)
@@ -96,8 +98,8 @@ finally:
 
 
 @contextmanager
-def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-c", SERVER]
+def started(program: str = SERVER) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -131,4 +133,24 @@ def test_a_second_interrupt_makes_no_noise(pause_s: float) -> None:
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     assert err == ""
-    assert (process.returncode, out.strip()) == (130, "stopped")
+    assert (process.returncode, out.split()) == (130, ["closing", "stopped"])
+
+
+def test_an_interrupt_after_the_end_makes_no_noise() -> None:
+    with started() as (process, _):
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (130, "stopped\n", "")
+
+
+def test_a_third_signal_ends_a_stop_that_hangs() -> None:
+    hangs = "async def hang(): await asyncio.sleep(60)\nengine.aclose = hang\n"
+    with started("import asyncio\n" + SERVER.replace("try:\n", hangs + "try:\n")) as (process, _):
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, err = process.communicate(timeout=5)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
