@@ -299,7 +299,7 @@ class SpillIndex:
     def add(self, db: sqlite3.Connection, block: Block, ids: bytes | None) -> None:
         """A file is whole: its row; `ids` of a segment."""
         db.execute(
-            f"INSERT OR REPLACE INTO block({_COLUMNS}, priority) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO block({_COLUMNS}, priority) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (block.key, block.fingerprint, block.parent, block.kind, block.token_begin, block.token_end,
              block.file_bytes, block.worth, block.worth + self.counter("turn") / AGE_TURNS),
         )  # fmt: skip

@@ -23,6 +23,10 @@ NEWEST_STATES = 2
 """States kept of a chain beside its first, which is the one that other conversations share."""
 
 
+class _Overtaken(Exception):
+    """Another process removed part of this chain meanwhile."""
+
+
 class TurnWriter:
     """Writes what the tier lacks of one chain. Every method returns quietly when writing had to stop."""
 
@@ -30,7 +34,8 @@ class TurnWriter:
         self._store = store
         self._chat_id = chat_id
         self._ids = id_bytes(token_ids)
-        self._places = segment_places(root_key(store.identity.fingerprint, salt), self._ids)
+        self._root = root_key(store.identity.fingerprint, salt)
+        self._places = segment_places(self._root, self._ids)
         self._waiting: list[tuple[Block, bytes | None]] = []
         self._waiting_bytes = 0
         self.written_bytes = 0
@@ -123,9 +128,10 @@ class TurnWriter:
         index = self._store.index
         with index.transaction() as db:
             for block, ids in self._waiting:
-                # Another process may have evicted the same key between our file and this row.
-                if not self._store.path(block).exists():
-                    raise NoRoom("another process removed what was just written")
+                # Another process may have evicted the same key since, or what it hangs on: no row without either.
+                hangs = block.parent == self._root or index.has(block.parent)
+                if not hangs or not self._store.path(block).exists():
+                    raise _Overtaken
                 index.add(db, block, ids)
             self._store.room.spend(db, self._waiting_bytes)
             if self._chat_id is not None:
@@ -169,10 +175,11 @@ class TurnWriter:
         """A disk or index that refuses ends the writing, never the caller; files without rows are taken back."""
         try:
             yield
-        except (NoRoom, OSError, *INDEX_ERRORS) as error:
+        except (NoRoom, OSError, _Overtaken, *INDEX_ERRORS) as error:
             with contextlib.suppress(OSError, *INDEX_ERRORS):
                 unlink_without_row(self._store.index, self._store.files, [block for block, _ in self._waiting])
             self._waiting, self._waiting_bytes = [], 0
-            self._store.stop_writing(str(error))
+            if not isinstance(error, _Overtaken):
+                self._store.stop_writing(str(error))
             if isinstance(error, INDEX_ERRORS):
                 self._store.index_failed(error)
