@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,16 @@ def running_engine(config: Settings) -> str | None:
 def find_engine(paths: Paths, key: str) -> FoundEngine | None:
     """The engine that a chat of this data directory started, or None. One that ends just now is waited for."""
     end_s = time.monotonic() + ENDING_S
-    while (found := _announced(paths)) is not None and not found.is_starting:
+    while (found := _announced(paths)) is not None:
         state = engine_state(found, key)
-        if state is not None and state.get("metrics", {}).get("state") != "stopped":
+        if state is None and found.is_starting:
             return found
+        if state is not None and state.get("metrics", {}).get("state") != "stopped":
+            return replace(found, is_starting=False)
         if time.monotonic() > end_s:
             return None
         time.sleep(POLL_S / 5)
-    return found
+    return None
 
 
 def engine_state(found: FoundEngine, key: str) -> dict[str, Any] | None:
@@ -212,8 +214,11 @@ def _announced(paths: Paths) -> FoundEngine | None:
     if not _is_local(said.get("url")) or not _lives(said.get("pid")):
         return None
     found = FoundEngine(said["url"], said["pid"], said.get("starting") is True)
-    # A number that another program got since is no engine.
-    return found if _FOR_CHAT in engine_arguments(found) else None
+    # A number that another program got since is no engine. A program that begins just now has no words yet.
+    end_s = time.monotonic() + POLL_S
+    while not (words := engine_arguments(found)) and time.monotonic() < end_s and _lives(found.pid):
+        time.sleep(0.01)
+    return found if _FOR_CHAT in words else None
 
 
 def _is_local(url: object) -> bool:
