@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from localspec.api.types import EngineError
 from localspec.commands import engine_process
-from localspec.commands.engine_process import EngineProcess, engine_state, find_engine, stop_engine
+from localspec.commands.chat import _make_room
+from localspec.commands.engine_process import EngineProcess, FoundEngine, engine_state, find_engine, stop_engine
 from localspec.commands.engine_wanted import differences
-from localspec.config import Paths
+from localspec.config import NetworkSettings, Paths, Settings
 
 KEY = "control-key-of-the-tests"
 # The real announcement and port over a scripted engine: argv is the file, the key, then options.
@@ -165,6 +167,25 @@ def test_an_engine_can_be_ended_to_make_room(paths: Paths, chat: Chat) -> None:
     state = engine_state(found, KEY)
     assert state is not None and state["holders"] == 0 and state["pid"] == one.pid
     stop_engine(paths, found, KEY)
+    assert find_engine(paths, KEY) is None
+
+
+def test_another_model_asked_ends_an_engine_that_nobody_uses_and_no_other(paths: Paths, chat: Chat) -> None:
+    config = Settings(paths, NetworkSettings())
+    asked = {"model": "smollm2-135m", "context": None, "device": "auto"}
+    one = chat()
+    until(lambda: answers(paths, one))
+    headers = {"x-localspec-key": KEY}
+    with httpx.stream("GET", f"{one.address()}/localspec/v1/metrics", headers=headers, trust_env=False) as held:
+        pieces = held.iter_bytes()
+        next(pieces)
+        with pytest.raises(EngineError, match=r"another chat uses has the model scripted: leave"):
+            _make_room(config, asked, KEY)
+        _make_room(config, {**asked, "model": None}, KEY)
+        assert answers(paths, one)
+    one.leave()
+    until(lambda: (engine_state(FoundEngine(one.address(), one.pid), KEY) or {}).get("holders") == 0)
+    _make_room(config, asked, KEY)
     assert find_engine(paths, KEY) is None
 
 

@@ -135,6 +135,21 @@ def test_how_an_answer_ended_is_shown() -> None:
     assert lines(Stored("assistant", "x", model_id="evil\x1b[2J\n"))[0] == "evil\ufffd[2J"
 
 
+def test_header_drops_whole_figures_where_there_is_no_room() -> None:
+    timings = {"tok_per_s": 121.74, "draft_n": 100, "draft_n_accepted": 76, "speedup_vs_plain": 0.76}
+    usage = {"completion_tokens": 1200, "prompt_tokens": 1300, "cached_tokens": 1100}
+    message = Stored("assistant", "x", None, model_id="smollm2-135m", stats={"timings": timings, "usage": usage})
+
+    def header(width: int) -> str:
+        return lines(message, Look(width, LOOK.renderer))[0].strip()
+
+    assert header(90) == "smollm2-135m  1.2k tokens · 1.1k/1.3k cached · 121.7 tok/s · 76% accepted · ×0.76"
+    assert header(78) == "smollm2-135m  1.2k tokens · 121.7 tok/s · 76% accepted · ×0.76"
+    assert header(56) == "smollm2-135m  121.7 tok/s · 76% accepted · ×0.76"
+    assert header(40) == "smollm2-135m  121.7 tok/s · ×0.76"
+    assert header(14) == "smollm2-135m"
+
+
 def test_growing_message_keeps_its_closed_lines() -> None:
     view = MessageLines(Stored("assistant", "", state="streaming"))
     text = "First paragraph.\n\nSecond one.\n\nThird"

@@ -58,6 +58,28 @@ def test_a_loading_engine_is_not_said_to_draft_nothing() -> None:
     assert "chosen when the model is loaded" in text and "off" not in text
 
 
+def test_a_narrow_header_cuts_names_but_never_a_figure() -> None:
+    model = ModelInfo("smollm2-135m", "t", 8192, 10, demo=True)
+    now = MetricsSnapshot(
+        state="ready",
+        drafter="auto: ngram_disk+ngram+mtp",
+        depth=15,
+        drafters=TWO,
+        mean_accepted_run=10.25,
+        tok_per_s=1121.7,
+        speedup_vs_plain=0.76,
+        context_used_tokens=815,
+        context_limit_tokens=8192,
+        prefill_done_tokens=1,
+        prefill_total_tokens=2,
+    )
+    first, second = strip_lines(PanelState().advanced(model, now), 78)
+    assert first.plain.endswith("…  accepted 60%  run 10.25") and first.plain.startswith("smollm2-135m (demo)  auto:")
+    assert second.plain == "1121.7 tok/s  ×0.76 against plain  reading 50%  context 815/8.2k"
+    _, second = strip_lines(PanelState().advanced(model, now), 60)
+    assert second.plain == "1121.7 tok/s  ×0.76 against plain  reading 50%"
+
+
 def test_history_is_bounded() -> None:
     state = PanelState()
     for number in range(3 * HISTORY_LENGTH):
