@@ -30,7 +30,7 @@ from localspec.engine.build import EngineOptions  # noqa: E402
 from localspec.engine.engine import LocalEngine  # noqa: E402
 
 LAWS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=11)}
-RUNS = (("off", None, 4), ("ngram", 1, 1), ("ngram", 4, 4), ("ngram", 8, 1), ("ngram", 15, 1), ("ngram", 15, 4))
+RUNS = (("off", None, 4), ("ngram", 1, 4), ("ngram", 4, 4), ("ngram", 15, 1), ("ngram", 15, 4))
 
 
 def read_prompts(folder: Path, count: int) -> list[tuple[str, str]]:

@@ -15,7 +15,6 @@ from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.kernels.ops import Ops
 from localspec.models import Model
 
-
 GREEDY = Sampling()
 
 
