@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell's background job ignores SIGINT and hands that on; tests that interrupt programs need the ordinary handling.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEST_HOME = Path(__file__).parent.parent / ".test-home"
 
