@@ -103,7 +103,10 @@ def started(program: str = SERVER) -> Iterator[tuple[subprocess.Popen[str], str]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process, process.stdout.readline().split()[2]
+            address = process.stdout.readline().split()[2]
+            # An answer means that signals are taken; the address is said a moment before.
+            assert httpx.get(f"{address}/health", trust_env=False, timeout=20).status_code == 200
+            yield process, address
         finally:
             process.kill()
 
