@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs every check of the project: lint, format, types, import contracts, tests. Stops at the first that fails.
 
-With arguments, they go to pytest and only the tests run. The torch-free tests run first and are timed apart.
+With arguments, they go to pytest and only the tests run. The quick torch-free tests run first and are timed apart.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> int:
         ("format", [str(BIN / "ruff"), "format", "--check", "localspec", "tests", "scripts"]),
         ("types", [str(BIN / "mypy")]),
         ("imports", [str(BIN / "lint-imports")]),
-        ("tests without torch", [*pytest, "-n", "2", "-m", "not torch and not gpu and not demo"]),
-        ("tests with torch", [*pytest, "-n", "2", "-m", "(torch or demo) and not gpu"]),
+        ("tests without torch", [*pytest, "-n", "2", "-m", "not torch and not gpu and not demo and not slow"]),
+        ("tests with torch, and slow ones", [*pytest, "-n", "2", "-m", "(torch or demo or slow) and not gpu"]),
     ]
     for name, command in steps:
         started = time.monotonic()

@@ -11,7 +11,29 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Torch-free, but made of real processes, terminals, kills or many examples: they run beside the torch tests, so that the
+# first answer of the checks comes within a minute.
+SLOW_PLACES = (
+    "tests/tui/",
+    "tests/storage/test_ngram",
+    "tests/hub/test_pull",
+    "tests/server/test_load",
+    "tests/server/test_openapi",
+    "tests/server/test_stopping",
+    "tests/server/test_openai",
+    "tests/api/test_remote",
+    "tests/engine/test_tuner",
+    "tests/commands/test_engine_process",
+    "tests/commands/test_ngram",
+    "tests/cache/test_spill",
+)
 TEST_HOME = Path(__file__).parent.parent / ".test-home"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW_PLACES):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
