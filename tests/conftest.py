@@ -11,8 +11,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Torch-free, but made of real processes, terminals, kills or many examples: they run beside the torch tests, so that the
-# first answer of the checks comes within a minute.
+# Torch-free, but made of real processes, terminals, kills or many examples: they run beside the torch tests, so that
+# the first answer of the checks comes within a minute.
 SLOW_PLACES = (
     "tests/tui/",
     "tests/storage/test_ngram",
