@@ -38,8 +38,9 @@ def bench(**options: Any) -> None:
 
 
 async def _bench(options: dict[str, Any]) -> dict[str, Any]:
-    from localspec.engine.bench import BenchPlan, Cell, run_bench, table
-    from localspec.engine.workloads import WORKLOADS
+    from localspec.matrix.bench import BenchPlan, Cell, run_bench
+    from localspec.matrix.table import table
+    from localspec.matrix.workloads import WORKLOADS
 
     engine = await _engine(options)
     chosen = (options["workloads"] or ",".join(WORKLOADS)).split(",")

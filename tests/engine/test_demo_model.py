@@ -15,8 +15,8 @@ from localspec.core.records import HiddenNeeds
 from localspec.engine.build import EngineOptions, ModelPlace, load_model
 from localspec.engine.engine import LocalEngine
 from localspec.engine.tokenizer import Tokenizer
-from localspec.engine.workloads import WORKLOADS
 from localspec.formats.checkpoint import open_checkpoint
+from localspec.matrix.workloads import WORKLOADS
 from localspec.models import Model
 from tests.helpers.models import make_cache, make_rows
 

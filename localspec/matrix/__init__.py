@@ -1,0 +1,1 @@
+"""Measuring drafting through the Engine protocol: what is run, the records of it, and tables for people. Torch-free."""
