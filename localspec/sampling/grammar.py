@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from threading import Lock
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from localspec.api.types import Grammar
 from localspec.core.records import ThinkingRule
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 16
 MAX_SOURCE_CHARS = 1 << 20
@@ -76,11 +79,11 @@ class GrammarCompiler:
     def _prototype(self, grammar: Grammar) -> LLMatcher:
         known = self._compiled.pop(grammar, None)
         if known is None:
+            library = _library()
             if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(str(self._tokenizer_file), eos_token=list(self._stop_ids))
-            known = LLMatcher(
-                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
-            )
+                self._tokenizer = library.LLTokenizer(str(self._tokenizer_file), eos_token=list(self._stop_ids))
+            limits = library.LLParserLimits(verbose_errors=False)
+            known = library.LLMatcher(self._tokenizer, _source(grammar, library.LLMatcher), log_level=0, limits=limits)
             if known.is_error():
                 raise GrammarRefused(f"the {_NAMES[grammar.kind]} is refused: {_in_one_line(known.get_error())}")
         self._compiled[grammar] = known
@@ -166,18 +169,30 @@ _NAMES = {
 }
 
 
-def _source(grammar: Grammar) -> str:
+def _library() -> ModuleType:
+    """The grammar library, imported when the first grammar comes: nothing else needs it. Raises GrammarRefused."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GrammarRefused(
+            "grammars, JSON schemas and demanded tool calls need the package llguidance, which cannot be imported "
+            f"here ({error}); install it with: pip install llguidance"
+        ) from error
+    return llguidance  # type: ignore[no-any-return]
+
+
+def _source(grammar: Grammar, matcher: type[LLMatcher]) -> str:
     """The grammar in the compiler's own form. Raises GrammarRefused."""
     if len(grammar.source) > MAX_SOURCE_CHARS:
         raise GrammarRefused(f"the {_NAMES[grammar.kind]} is longer than {MAX_SOURCE_CHARS} characters")
     if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.source))
+        return str(matcher.grammar_from_lark(grammar.source))
     if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.source))
+        return str(matcher.grammar_from_regex(grammar.source))
     schema = grammar.source if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
         json.loads(schema)
-        return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
+        return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the JSON schema is no JSON: {error}") from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,13 @@ def test_rows_lie_as_the_plan_lays_them_out(compiler: GrammarCompiler, vocab_siz
     assert found[1].nonzero()[:, 0].tolist() == sorted(token for token in (d, END) if token < vocab_size)
     assert found[2].all(), "behind a refused draft nothing matters"
     assert found[3:].all()
+
+
+def test_without_the_library_only_requests_with_a_grammar_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = "import sys; sys.modules['llguidance'] = None; import localspec.sampling.grammar"
+    subprocess.run([sys.executable, "-c", check], check=True)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarRefused, match="pip install llguidance"):
+        GrammarCompiler(tmp_path / "none", (END,)).compile(SCHEMA)
