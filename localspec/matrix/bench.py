@@ -86,6 +86,8 @@ async def _answers(
             drafter=method[0],
             depth=method[1] or None,
             client="bench",
+            # Nothing of it is kept: a later cell must not draft from what an earlier one answered.
+            private=True,
         )
         async with gate:
             return await _answer(engine, request, spans)
