@@ -65,6 +65,8 @@ def speedup_text(now: MetricsSnapshot) -> str:
         return f"×{now.speedup_vs_plain:.2f} against plain"
     if now.state == "loading":
         return "against plain: not measured yet"
+    if now.drafter in ("server", "unknown"):
+        return "against plain: not said"
     return "against plain: measuring" if now.drafter != "off" else "drafting is off"
 
 
