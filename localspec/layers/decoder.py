@@ -18,6 +18,7 @@ from localspec.core.state import Cache
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Norm, Ops, PackedWeight
 from localspec.kernels.weights import DenseWeight
+from localspec.layers.host_table import place_table
 from localspec.layers.linear import check_shape
 from localspec.layers.mlp import GatedMlp
 from localspec.layers.step import LayerStep, Mixer
@@ -33,7 +34,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Embedding and head. table: [V, D] in the activation dtype, maybe in host memory; ids from `num_token_ids` up are
+    """Embedding and head. table: [V, D] in the activation dtype, see `place_table`; ids from `num_token_ids` up are
     padding rows of the matrices and never tokens."""
 
     table: Tensor
@@ -47,12 +48,12 @@ def load_vocabulary(
     """Read the embedding and the head; a head name of None ties them. Raises ValueError for what does not fit."""
     embedding_name, head_name = names
     weight = check_shape(checkpoint.weight(embedding_name), embedding_name, shape)
-    table = weight.dequantise().to(ops.activation_dtype)
+    table = place_table(ops, weight)
     if head_name is not None:
         head = check_shape(checkpoint.weight(head_name), head_name, shape)
     else:
         # In float32 the table is the weight's exact meaning, and sharing it saves a second copy.
-        head = DenseWeight(table) if table.dtype == torch.float32 else weight
+        head = DenseWeight(table) if table.dtype == torch.float32 and ops.device.type == "cpu" else weight
     return Vocabulary(table, ops.pack([head]), num_token_ids)
 
 
