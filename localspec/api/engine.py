@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from localspec.api.tuning import TunerReport
 from localspec.api.types import Event, GenerateRequest, MetricsSnapshot, ModelInfo
 
 
@@ -69,6 +70,10 @@ class Engine(Protocol):
 
     async def choose_drafter(self, choice: DrafterChoice) -> None:
         """Method and depth from now on. Raises EngineError (`unsupported`) for a drafter the model lacks."""
+        ...
+
+    async def explain(self) -> TunerReport:
+        """Which drafter is used and why. Raises EngineError (`unsupported`) where the engine does not tell."""
         ...
 
     async def aclose(self) -> None:

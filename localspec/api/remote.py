@@ -20,17 +20,20 @@ import httpx
 
 from localspec.api.codec import from_json, to_json
 from localspec.api.engine import DrafterChoice
+from localspec.api.remote_metrics import NO_PAGE, UNKNOWN, RateWindow, read_metrics
 from localspec.api.remote_settings import RemoteSettings
 from localspec.api.remote_stream import (
     check,
     foreign_events,
     foreign_model,
     json_or_text,
+    metrics_page,
     payloads,
     raw_events,
     words,
 )
-from localspec.api.remote_wire import error_of, foreign_body, our_body, prompt_fields, read_metrics
+from localspec.api.remote_wire import error_of, foreign_body, our_body, prompt_fields
+from localspec.api.tuning import TunerReport
 from localspec.api.types import (
     Done,
     EngineError,
@@ -45,7 +48,8 @@ from localspec.api.types import (
 __all__ = ["CONTROL_HEADER", "RemoteEngine", "RemoteSettings"]
 
 CONTROL_HEADER = "x-localspec-key"
-
+# Other servers write a line of their log for each look at the list.
+LIST_INTERVAL_S = 5.0
 
 Kind = Literal["unknown", "localspec", "other"]
 
@@ -78,7 +82,8 @@ class RemoteEngine:
         self._changed = asyncio.Event()
         self._unreachable_since_s: float | None = None
         self._refused: EngineError | None = None
-        self._read_at: tuple[float, int] | None = None
+        self._rate = RateWindow()
+        self._listed_s = 0.0
         self._closed = False
 
     def model(self) -> ModelInfo | None:
@@ -200,6 +205,12 @@ class RemoteEngine:
         elif choice.drafter != "auto":
             raise EngineError("unsupported", "This server chooses its drafter itself; set it where it was started.")
 
+    async def explain(self) -> TunerReport:
+        """Ask our own engine. Raises EngineError (`unsupported`) elsewhere."""
+        if not self._controls():
+            raise EngineError("unsupported", "This server does not tell how it chooses its drafter.")
+        return from_json(TunerReport, (await self._control("explain", {}))["report"])
+
     async def shutdown(self) -> None:
         """Stop our own engine process."""
         await self._control("shutdown", {})
@@ -251,8 +262,7 @@ class RemoteEngine:
         ours = any(entry.get("owned_by") == "localspec" for entry in listed)
         if not listed:
             # Our own port lists nothing while it loads, and says so under /health.
-            health = (await self._http.get("/health")).json()
-            ours = isinstance(health, dict) and "stage" in health
+            ours = "stage" in await self._health()
             if not ours:
                 raise ValueError("the server lists no models")
         self._kind, self._must_look = ("localspec" if ours else "other"), False
@@ -275,39 +285,38 @@ class RemoteEngine:
         self._changed.set()
 
     async def _poll(self) -> None:
-        listed = await self._list_models(patient=True)
-        if not listed:
-            health = (await self._http.get("/health")).json()
-            failed = health.get("status") == "failed"
-            stage = str(health.get("stage", ""))
-            self._snapshot = replace(self._snapshot, state="failed" if failed else "loading", stage=stage)
-            self._changed.set()
-            return
-        wanted = self._settings.model
-        chosen = next((entry for entry in listed if entry["id"] == wanted), listed[0])
-        self._model = foreign_model(chosen)
+        if self._model is None or time.monotonic() - self._listed_s > LIST_INTERVAL_S:
+            listed = await self._list_models(patient=True)
+            if not listed:
+                health = await self._health()
+                failed = health.get("status") == "failed"
+                stage = str(health.get("stage", ""))
+                self._snapshot = replace(self._snapshot, state="failed" if failed else "loading", stage=stage)
+                self._changed.set()
+                return
+            wanted = self._settings.model
+            self._model = foreign_model(next((entry for entry in listed if entry["id"] == wanted), listed[0]))
+            self._listed_s = time.monotonic()
         base = MetricsSnapshot(
             state="ready",
             model_id=self._model.id,
             device=self._settings.root,
+            drafter=UNKNOWN,
             drafter_reason="chosen by the server",
             context_limit_tokens=self._model.context_limit_tokens,
         )
-        reply = await self._http.get("/metrics", timeout=10.0)
-        if reply.status_code == 200:
-            self._snapshot = self._with_rate(read_metrics(reply.text, base))
+        page = await metrics_page(self._http)
+        if page is None:
+            self._snapshot = replace(base, drafter_reason=NO_PAGE)
         else:
-            self._snapshot = base
+            now = read_metrics(page, base)
+            rate = self._rate.note(time.monotonic(), now.completion_tokens_total)
+            self._snapshot = now if now.tok_per_s else replace(now, tok_per_s=rate)
         self._changed.set()
 
-    def _with_rate(self, snapshot: MetricsSnapshot) -> MetricsSnapshot:
-        """Tokens a second between two readings, for servers that count tokens only."""
-        now_s, n_tokens = time.monotonic(), snapshot.completion_tokens_total
-        before_s, n_before = self._read_at or (now_s, n_tokens)
-        self._read_at = (now_s, n_tokens)
-        if snapshot.tok_per_s or now_s <= before_s or n_tokens < n_before:
-            return snapshot
-        return replace(snapshot, tok_per_s=(n_tokens - n_before) / (now_s - before_s))
+    async def _health(self) -> dict[str, Any]:
+        data = json_or_text(await self._http.get("/health"))
+        return data if isinstance(data, dict) else {}
 
     def _note_reached(self) -> None:
         self._unreachable_since_s = None

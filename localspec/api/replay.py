@@ -7,11 +7,12 @@ seconds since that request began. Knows the file format; knows nothing of tokeni
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +20,7 @@ from localspec.api import toy_text
 from localspec.api.closing import closing
 from localspec.api.codec import event_from_json, event_to_json, from_json, to_json
 from localspec.api.engine import DrafterChoice, Engine
+from localspec.api.tuning import TunerReport
 from localspec.api.types import Done, EngineError, Event, GenerateRequest, MetricsSnapshot, ModelInfo, Timings, Usage
 
 RECORDING_VERSION = 1
@@ -42,7 +44,7 @@ class ReplayEngine:
 
     def __init__(self, path: Path, speed: float = 1.0) -> None:
         """Read the whole file. Raises ValueError that names the line of a bad recording, OSError for no file."""
-        self._info, self._runs, self._final = _read(path)
+        self._info, self._runs, self._final, self._report = _read(path)
         self._speed = speed
         self._n_requests = 0
         self._active = 0
@@ -55,20 +57,17 @@ class ReplayEngine:
 
     def metrics(self) -> MetricsSnapshot:
         """Recorded snapshot with the counters of the replay."""
-        return MetricsSnapshot(
+        return replace(
+            self._final,
             state="stopped" if self._stopped.is_set() else "ready",
+            stage="",
             model_id=self._info.id,
-            device="none (replay)",
-            drafter=self._final.drafter,
-            depth=self._final.depth,
+            device=f"{self._final.device or 'none'} (replay)",
             context_limit_tokens=self._info.context_limit_tokens,
             active_requests=self._active,
+            queued_requests=0,
             requests_total=self._n_requests,
             completion_tokens_total=self._tokens,
-            drafters=self._final.drafters,
-            tok_per_s=self._final.tok_per_s,
-            speedup_vs_plain=self._final.speedup_vs_plain,
-            mean_accepted_run=self._final.mean_accepted_run,
         )
 
     async def wait_ready(self) -> ModelInfo:
@@ -137,6 +136,10 @@ class ReplayEngine:
         for name in choice.drafter.split("+"):
             if name not in ("auto", *self._info.drafters):
                 raise EngineError("unsupported", f"No drafter {name!r}; it has {', '.join(self._info.drafters)}.")
+
+    async def explain(self) -> TunerReport:
+        """What the recorded engine knew of drafting at its end."""
+        return self._report
 
     async def aclose(self) -> None:
         """Running replays end with `cancelled`."""
@@ -214,11 +217,17 @@ class RecordingEngine:
         """Of the recorded engine."""
         await self._engine.choose_drafter(choice)
 
+    async def explain(self) -> TunerReport:
+        """Of the recorded engine."""
+        return await self._engine.explain()
+
     async def aclose(self) -> None:
         """Write the last counters, close the file and the engine."""
         if not self._file.closed:
             if self._n_requests:
                 self._write({"final": to_json(self._engine.metrics())})
+                with contextlib.suppress(EngineError):
+                    self._write({"explain": to_json(await self._engine.explain())})
             self._file.close()
         await self._engine.aclose()
 
@@ -229,9 +238,9 @@ def record(engine: Engine, path: Path) -> RecordingEngine:
     return RecordingEngine(engine, os.fdopen(descriptor, "w", encoding="utf-8"))
 
 
-def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot]:
+def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot, TunerReport]:
     info: ModelInfo | None = None
-    final = MetricsSnapshot()
+    final, report = MetricsSnapshot(), TunerReport()
     runs: dict[int, list[_Line]] = {}
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS), ""), start=1):
@@ -243,13 +252,15 @@ def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot]:
                     info = from_json(ModelInfo, data["model"])
                 elif "final" in data:
                     final = from_json(MetricsSnapshot, data["final"])
+                elif "explain" in data:
+                    report = from_json(TunerReport, data["explain"])
                 else:
                     runs.setdefault(int(data["request"]), []).append(_line(data))
             except (ValueError, KeyError, TypeError, RecursionError) as reason:
                 raise ValueError(f"{path.name} line {number} is not a line of a recording: {reason}") from reason
     if info is None or not runs:
         raise ValueError(f"{path.name} holds no recording; make one with record(engine, path).")
-    return info, [runs[number] for number in sorted(runs)], final
+    return info, [runs[number] for number in sorted(runs)], final, report
 
 
 def _line(data: dict[str, Any]) -> _Line:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from localspec.api import toy_text
 from localspec.api.engine import DrafterChoice
 from localspec.api.scripted_metrics import Counters
+from localspec.api.scripted_text import StopHold, fake_logprobs, spans
+from localspec.api.tuning import Candidate, TunerChoice, TunerReport
 from localspec.api.types import (
     TARGET_ORIGIN,
     Delta,
@@ -31,9 +33,7 @@ from localspec.api.types import (
     Phase,
     Prefill,
     Queued,
-    Span,
     Timings,
-    TokenLogprob,
     Usage,
 )
 
@@ -197,6 +197,16 @@ class ScriptedEngine:
         self._check_drafter(choice.drafter)
         self._choice = choice
 
+    async def explain(self) -> TunerReport:
+        """One choice with made-up figures: every drafter in its order, each better than the one before."""
+        candidates = tuple(
+            Candidate(name, min(number, 1) * (self._script.max_run - 1), 20.0 * (number + 1), number + 1.0, 50.0, 8, 3)
+            for number, name in enumerate(self._script.drafters)
+        )
+        choice = TunerChoice(Phase.ANSWER, 1, 0, self._drafter(), self._depth(), "scripted", 8, "", candidates[::-1])
+        by_hand = self._choice.drafter != "auto"
+        return TunerReport(self._drafter(), self._depth(), "scripted", by_hand, (choice,))
+
     async def aclose(self) -> None:
         """Running requests end with `cancelled` at their next step."""
         self._stopped.set()
@@ -272,7 +282,7 @@ class ScriptedEngine:
         tokens, decoder = reply.tokens(), toy_text.Decoder()
         phases = toy_text.PhaseTracker(reply.thought_is_open)
         limit, at = min(len(tokens), run.room_tokens), 0
-        held = _StopHold(run.request.stop)
+        held = StopHold(run.request.stop)
         while at < limit and run.stop_text is None and not self._stopped.is_set():
             if reply.fail_after_tokens is not None and at >= reply.fail_after_tokens:
                 raise EngineError("internal", "The script says that the engine fails here.")
@@ -292,8 +302,8 @@ class ScriptedEngine:
             if at >= limit:
                 pieces.append((decoder.finish(), TARGET_ORIGIN, phases.phase))
             shown, run.stop_text = held.feed(pieces, last=at >= limit)
-            logprobs = _fake_logprobs(chunk, run.request.logprobs)
-            yield Delta("".join(text for text, _, _ in shown), chunk, _spans(shown), n_drafted - n_accepted, logprobs)
+            logprobs = fake_logprobs(chunk, run.request.logprobs)
+            yield Delta("".join(text for text, _, _ in shown), chunk, spans(shown), n_drafted - n_accepted, logprobs)
 
     def _draw(self, run: _Run) -> tuple[int, int]:
         """Accepted and drafted tokens of one step: drafts are kept up to the first one that fails its coin."""
@@ -336,63 +346,3 @@ class ScriptedEngine:
             draft_n_accepted=run.accepted,
             accepted_per_position=tuple(run.per_position),
         )
-
-
-Piece = tuple[str, str, Phase]
-
-
-class _StopHold:
-    """Holds back text that may be the start of a stop string; the string itself is never shown."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
-        self._held: list[Piece] = []
-
-    def feed(self, pieces: list[Piece], last: bool) -> tuple[list[Piece], str | None]:
-        """Pieces that may be shown now, and the stop string that ended the answer."""
-        self._held += pieces
-        text = "".join(piece[0] for piece in self._held)
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            cut, stop = min(found)
-            return self._take(cut), stop
-        hold = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
-        return self._take(len(text) - hold), None
-
-    def _take(self, n_chars: int) -> list[Piece]:
-        shown: list[Piece] = []
-        while self._held and n_chars >= len(self._held[0][0]):
-            n_chars -= len(self._held[0][0])
-            shown.append(self._held.pop(0))
-        if self._held and n_chars:
-            text, origin, phase = self._held[0]
-            shown.append((text[:n_chars], origin, phase))
-            self._held[0] = (text[n_chars:], origin, phase)
-        return shown
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def _spans(pieces: list[Piece]) -> tuple[Span, ...]:
-    """Spans of pieces, neighbours of one kind merged, empty ones left out."""
-    spans: list[Span] = []
-    for text, origin, phase in pieces:
-        if text and spans and (spans[-1].origin, spans[-1].phase) == (origin, phase):
-            spans[-1] = Span(spans[-1].n_chars + len(text), origin, phase)
-        elif text:
-            spans.append(Span(len(text), origin, phase))
-    return tuple(spans)
-
-
-def _fake_logprobs(token_ids: tuple[int, ...], n_top: int | None) -> tuple[TokenLogprob, ...]:
-    if n_top is None:
-        return ()
-    out = []
-    for token_id in token_ids:
-        ranked = [(token_id + offset) % toy_text.VOCAB_SIZE for offset in range(n_top)]
-        top = tuple((other, toy_text.decode((other,)), -0.25 - rank) for rank, other in enumerate(ranked))
-        out.append(TokenLogprob(token_id, toy_text.decode((token_id,)), -0.25, top))
-    return tuple(out)

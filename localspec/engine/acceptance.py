@@ -53,9 +53,12 @@ class StepCosts:
     smoothing: float
     ms: dict[tuple[str, int], float] = field(default_factory=dict)
     counts: dict[tuple[str, int], int] = field(default_factory=dict)
+    seen_at: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Number of the engine's step that was measured last, in this run."""
 
-    def see(self, method: str, depth: int, ms: float) -> None:
+    def see(self, method: str, depth: int, ms: float, step: int = 0) -> None:
         key = (method, depth)
+        self.seen_at[key] = step
         count = self.counts.get(key, 0)
         weight = max(self.smoothing, 1.0 / (count + 1))
         self.ms[key] = self.ms.get(key, ms) + weight * (ms - self.ms.get(key, ms))

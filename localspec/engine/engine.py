@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 from localspec.api.engine import DrafterChoice
+from localspec.api.tuning import TunerReport
 from localspec.api.types import (
     Delta,
     Done,
@@ -30,6 +31,7 @@ from localspec.engine.build import Built, EngineOptions, ModelPlace, build
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.engine.text import Prepared
 from localspec.engine.text_stream import Piece, TextStream
+from localspec.engine.tuner_report import report
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +155,11 @@ class LocalEngine:
         self._check_drafter(built, choice.drafter)
         built.parts.tuner.default_drafter = choice.drafter
         built.parts.tuner.default_depth = choice.depth
+
+    async def explain(self) -> TunerReport:
+        parts, told = self._ready().parts, [TunerReport()]
+        await asyncio.wrap_future(parts.loop.call(lambda: told.append(report(parts.tuner))))
+        return told[-1]
 
     async def explain_tuner(self) -> list[str]:
         """What the tuner knows, in sentences; waits for the running step."""

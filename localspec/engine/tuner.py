@@ -61,6 +61,8 @@ class Learnt:
     acceptance: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
     costs: dict[tuple[int, int], StepCosts] = field(default_factory=dict)
     work: dict[tuple[str, int], Work] = field(default_factory=dict)
+    steps: int = 0
+    """Measured in this run; says how old a figure is."""
 
 
 @dataclass
@@ -94,7 +96,8 @@ class Tuner:
     def see(self, sequence: Sequence, num_active: int, arm: Arm, drafted: int, accepted: int, ms: float) -> None:
         """A step of this sequence took `ms`; of `drafted` drafts the first `accepted` stood."""
         bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
-        self.costs_of(num_active, bucket).see(*arm, ms)
+        self.learnt.steps += 1
+        self.costs_of(num_active, bucket).see(*arm, ms, self.learnt.steps)
         method, _ = arm
         if method != OFF[0]:
             self._acceptance_of(method, sequence.phase).see(drafted, accepted)
@@ -111,7 +114,7 @@ class Tuner:
 
     def see_plain(self, num_active: int, context_tokens: int, ms: float) -> None:
         """A step that drafted nothing cost this: a measure of plain decoding."""
-        self.costs_of(num_active, context_tokens // CONTEXT_BUCKET_TOKENS).see(*OFF, ms)
+        self.costs_of(num_active, context_tokens // CONTEXT_BUCKET_TOKENS).see(*OFF, ms, self.learnt.steps)
 
     def reset(self) -> None:
         """Forget everything that was learnt."""
@@ -123,7 +126,7 @@ class Tuner:
         lines = []
         for phase, active in self.learnt.work:
             for bucket in sorted(b for n, b in self.learnt.costs if n == active):
-                rated = sorted(self._rates(phase, active, bucket).items(), key=lambda item: -item[1])
+                rated = sorted(self.rates(phase, active, bucket).items(), key=lambda item: -item[1])
                 told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in _best_by_method(rated))
                 lines.append(f"{phase}, {active} active, context from {bucket * CONTEXT_BUCKET_TOKENS}: {told}")
         return lines
@@ -134,7 +137,7 @@ class Tuner:
         if work.trial is not None and work.trial_left > 0:
             work.trial_left -= 1
             return work.trial
-        rates = self._rates(phase, num_active, bucket)
+        rates = self.rates(phase, num_active, bucket)
         if work.trial is not None:
             self._judge_trial(work, rates)
         due = self._due(work, phase, num_active, bucket)
@@ -148,7 +151,7 @@ class Tuner:
             return method, min(depth + 1, self.depth_limits[method])
         return work.current
 
-    def _rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
+    def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """Expected tokens per millisecond of every arm whose cost is known or can be told from neighbours."""
         costs = self.costs_of(num_active, bucket)
         rates: dict[Arm, float] = {}

@@ -63,6 +63,7 @@ def routes() -> list[Route]:
         "warm": _warm,
         "forget": _forget,
         "drafter": _drafter,
+        "explain": _explain,
         "count_tokens": _count_tokens,
         "tokenize": _tokenize,
         "detokenize": _detokenize,
@@ -156,6 +157,10 @@ async def _drafter(port: Port, request: Request, fields: Fields) -> dict[str, An
     choice = DrafterChoice(fields.need_text("drafter"), fields.integer("depth", 0, 64))
     await port.engine.choose_drafter(choice)
     return {}
+
+
+async def _explain(port: Port, request: Request, fields: Fields) -> dict[str, Any]:
+    return {"report": to_json(await port.engine.explain())}
 
 
 async def _count_tokens(port: Port, request: Request, fields: Fields) -> dict[str, Any]:

@@ -136,6 +136,26 @@ async def test_control_calls(engine: Engine) -> None:
         await engine.detokenize((10**6,))
 
 
+async def test_explain_says_what_is_chosen_among_what(engine: Engine) -> None:
+    info = await engine.wait_ready()
+    report = await engine.explain()
+    assert report.drafter in info.drafters
+    assert len(report.choices) == 1
+    choice = report.choices[0]
+    names = [candidate.drafter for candidate in choice.candidates]
+    assert choice.drafter in names and set(names) == set(info.drafters)
+    rates = [candidate.tok_per_s for candidate in choice.candidates]
+    assert rates == sorted(rates, reverse=True) and rates[-1] > 0
+
+
+async def test_a_hand_made_choice_is_told_as_such() -> None:
+    engine = scripted()
+    assert not (await engine.explain()).by_hand
+    await engine.choose_drafter(DrafterChoice("off"))
+    report = await engine.explain()
+    assert report.by_hand and (report.drafter, report.depth) == ("off", 0)
+
+
 async def test_metrics_move(engine: Engine) -> None:
     before = engine.metrics()
     await collect(engine, REQUEST)

@@ -1,0 +1,86 @@
+"""What a tuner knows, as the records that interfaces show: the choice of each kind of work, why, and how fresh."""
+
+from __future__ import annotations
+
+from localspec.api.tuning import Candidate, TunerChoice, TunerReport
+from localspec.engine.tuner import CONTEXT_BUCKET_TOKENS, OFF, Arm, Tuner, Work
+
+
+def report(tuner: Tuner) -> TunerReport:
+    """Call it where nothing changes the tuner meanwhile: between two steps."""
+    state = tuner.learnt
+    choices = [
+        _choice(tuner, phase, active, bucket)
+        for phase, active in sorted(state.work)
+        for bucket in sorted(b for n, b in state.costs if n == active)
+    ]
+    by_hand = tuner.default_drafter != "auto"
+    drafter, depth = tuner.chosen
+    if by_hand:
+        limit = tuner.depth_limits.get(tuner.default_drafter, 0)
+        drafter = tuner.default_drafter
+        depth = limit if tuner.default_depth is None else min(tuner.default_depth, limit)
+    reason = "chosen by hand" if by_hand else tuner.reason
+    return TunerReport(drafter, depth, reason, by_hand, tuple(choice for choice in choices if choice.candidates))
+
+
+def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
+    work = tuner.learnt.work[phase, active]
+    rates = tuner.rates(phase, active, bucket)
+    best: dict[str, Arm] = {}
+    for arm in sorted(rates, key=lambda arm: -rates[arm]):
+        best.setdefault(arm[0], arm)
+    candidates = tuple(_candidate(tuner, phase, active, bucket, arm, rates[arm]) for arm in best.values())
+    return TunerChoice(
+        phase=phase,
+        active=active,
+        context_from_tokens=bucket * CONTEXT_BUCKET_TOKENS,
+        drafter=work.current[0],
+        depth=work.current[1],
+        reason=_reason(work, rates),
+        decisions=work.step,
+        next_trial=_next_trial(tuner, work),
+        candidates=candidates,
+    )
+
+
+def _candidate(tuner: Tuner, phase: str, active: int, bucket: int, arm: Arm, rate: float) -> Candidate:
+    costs = tuner.costs_of(active, bucket)
+    seen = max((step for (method, _), step in costs.seen_at.items() if method == arm[0]), default=None)
+    ms = costs.of(*arm) or 0.0
+    return Candidate(
+        drafter=arm[0],
+        depth=arm[1],
+        tok_per_s=round(rate * 1e3, 2),
+        tokens_per_step=round(rate * ms, 3),
+        step_ms=round(ms, 3),
+        measured_steps=costs.counts.get(arm, 0),
+        steps_ago=None if seen is None else tuner.learnt.steps - seen,
+    )
+
+
+def _reason(work: Work, rates: dict[Arm, float]) -> str:
+    current, plain = rates.get(work.current), rates.get(OFF)
+    if work.trial is not None:
+        return f"trying {work.trial[0]} at depth {work.trial[1]}"
+    if current is None:
+        return "not measured at this context yet"
+    best = max(rates, key=lambda arm: rates[arm])
+    if work.current == OFF:
+        lead = "plain is fastest here"
+    else:
+        lead = f"measured ×{current / plain:.2f} of plain" if plain else "plain is not measured yet"
+    if best != work.current and best[0] != work.current[0]:
+        lead += f"; {best[0]} at depth {best[1]} is expected ×{rates[best] / current:.2f} of it"
+    return lead
+
+
+def _next_trial(tuner: Tuner, work: Work) -> str:
+    """The challenger that is due first. Only windows of this kind of work count."""
+    methods = {OFF[0], *tuner.depth_limits} - {work.current[0]}
+    others = {method: challenger for method, challenger in work.challengers.items() if method in methods}
+    if not others:
+        return ""
+    method = min(others, key=lambda name: others[name].due_step)
+    left = others[method].due_step - work.step
+    return f"{method} in {left} steps" if left > 0 else f"{method} next"
