@@ -20,7 +20,7 @@ import httpx
 
 from localspec.api.codec import from_json, to_json
 from localspec.api.engine import DrafterChoice
-from localspec.api.remote_metrics import NO_PAGE, UNKNOWN, RateWindow, read_metrics
+from localspec.api.remote_metrics import NO_PAGE, UNKNOWN, MetricsReader
 from localspec.api.remote_settings import RemoteSettings
 from localspec.api.remote_stream import (
     check,
@@ -82,7 +82,7 @@ class RemoteEngine:
         self._changed = asyncio.Event()
         self._unreachable_since_s: float | None = None
         self._refused: EngineError | None = None
-        self._rate = RateWindow()
+        self._reader = MetricsReader()
         self._listed_s = 0.0
         self._closed = False
 
@@ -306,12 +306,8 @@ class RemoteEngine:
             context_limit_tokens=self._model.context_limit_tokens,
         )
         page = await metrics_page(self._http)
-        if page is None:
-            self._snapshot = replace(base, drafter_reason=NO_PAGE)
-        else:
-            now = read_metrics(page, base)
-            rate = self._rate.note(time.monotonic(), now.completion_tokens_total)
-            self._snapshot = now if now.tok_per_s else replace(now, tok_per_s=rate)
+        known = None if page is None else self._reader.read(page, base, time.monotonic())
+        self._snapshot = known or replace(base, drafter_reason=NO_PAGE)
         self._changed.set()
 
     async def _health(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import httpx
 
 from localspec.api.codec import event_from_json
+from localspec.api.remote_metrics import MAX_METRICS_BYTES
 from localspec.api.remote_wire import ForeignReply, error_of
 from localspec.api.types import Done, EngineError, Event, ModelInfo
 
 MAX_LINE_CHARS = 8 << 20
+METRICS_TIMEOUT_S = 10.0
 UNKNOWN_CONTEXT_TOKENS = 8192
 
 
@@ -27,8 +30,31 @@ def json_or_text(response: httpx.Response) -> Any:
     """JSON value of a body, or its beginning as text."""
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text[:500]
+
+
+async def metrics_page(http: httpx.AsyncClient) -> str | None:
+    """Text of /metrics, None if there is none. A server that hides or garbles its figures still answers questions,
+    so only a connection that cannot be made raises (httpx errors).
+    """
+    body = bytearray()
+    try:
+        async with (
+            asyncio.timeout(METRICS_TIMEOUT_S),
+            http.stream("GET", "/metrics", follow_redirects=True) as response,
+        ):
+            if response.status_code != 200:
+                return None
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > MAX_METRICS_BYTES:
+                    break
+    except (TimeoutError, httpx.ReadTimeout, httpx.ProtocolError, httpx.DecodingError, httpx.TooManyRedirects):
+        return None
+    except httpx.InvalidURL:  # a redirect to nowhere
+        return None
+    return body.decode("utf-8", "replace")
 
 
 async def payloads(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
@@ -70,7 +96,11 @@ async def foreign_events(response: httpx.Response) -> AsyncGenerator[Event, None
     reply, n_chunks = ForeignReply(), 0
     async for data in payloads(response):
         n_chunks += 1
-        for event in reply.read(data):
+        try:
+            events = reply.read(data)
+        except (AttributeError, TypeError, ValueError) as reason:
+            raise EngineError("internal", f"The server sent a chunk of another form ({reason}).") from reason
+        for event in events:
             yield event
     if not n_chunks:
         raise EngineError("internal", "The server answered without a stream of events; is the address right?")
@@ -83,7 +113,7 @@ def foreign_model(entry: dict[str, Any]) -> ModelInfo:
     meta = entry.get("meta")
     lengths = (entry.get("max_model_len"), entry.get("context_length"))
     more = (meta.get("n_ctx"), meta.get("n_ctx_train")) if isinstance(meta, dict) else ()
-    known = [value for value in (*lengths, *more) if isinstance(value, int) and value > 0]
+    known = [value for value in (*lengths, *more) if type(value) is int and value > 0]
     return ModelInfo(
         id=entry["id"],
         title=str(entry.get("name") or entry["id"]),

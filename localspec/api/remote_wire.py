@@ -1,4 +1,4 @@
-"""JSON between a client and an OpenAI port: requests to bodies, chunks to events, metrics text to snapshots.
+"""JSON between a client and an OpenAI port: requests to bodies, chunks to events.
 
 Knows our own port and what vLLM, SGLang and llama.cpp do differently; does no network calls itself.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from typing import Any
 
 from localspec.api.codec import to_json
@@ -15,13 +14,11 @@ from localspec.api.types import (
     TARGET_ORIGIN,
     Delta,
     Done,
-    DrafterMetrics,
     EngineError,
     Event,
     FinishReason,
     GenerateRequest,
     Message,
-    MetricsSnapshot,
     Phase,
     Prefill,
     Sampling,
@@ -44,8 +41,6 @@ KNOWN_CODES = frozenset(
 )
 _CODE_OF_STATUS = {404: "model_not_found", 429: "overloaded", 503: "not_ready"}
 _OVERFLOW = re.compile(r"context (length|size|window)|maximum context|too many tokens", re.I)
-_METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
-_POSITION = re.compile(r'position="(\d+)"')
 
 
 def our_body(request: GenerateRequest, model: str) -> dict[str, Any]:
@@ -283,50 +278,4 @@ def _logprobs(choice: dict[str, Any]) -> tuple[TokenLogprob, ...]:
         TokenLogprob(-1, str(entry.get("token", "")), float(entry.get("logprob", 0.0)))
         for entry in content
         if isinstance(entry, dict)
-    )
-
-
-def read_metrics(text: str, base: MetricsSnapshot) -> MetricsSnapshot:
-    """`base` with the figures of /metrics of vLLM, SGLang, or our own port read from afar."""
-    totals: dict[str, float] = {}
-    accepted_at: dict[int, int] = {}
-    for line in text.splitlines():
-        match = _METRIC.match(line)
-        if not match:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        name = match[1].replace(":", "_").removeprefix("vllm_").removeprefix("sglang_").removeprefix("localspec_")
-        name = name.removesuffix("_total")
-        totals[name] = totals.get(name, 0.0) + value
-        position = _POSITION.search(match[2] or "")
-        if name == "spec_decode_num_accepted_tokens_per_pos" and position:
-            accepted_at[int(position[1])] = accepted_at.get(int(position[1]), 0) + int(value)
-    return _snapshot(base, totals, tuple(accepted_at[key] for key in sorted(accepted_at)))
-
-
-def _snapshot(base: MetricsSnapshot, totals: dict[str, float], accepted_at: tuple[int, ...]) -> MetricsSnapshot:
-    def first(*names: str) -> float:
-        return next((totals[name] for name in names if name in totals), 0.0)
-
-    drafts, drafted = first("spec_decode_num_drafts"), first("spec_decode_num_draft_tokens")
-    accepted = first("spec_decode_num_accepted_tokens")
-    mean_run = 1 + accepted / drafts if drafts else first("spec_accept_length", "mean_accepted_run_tokens")
-    drafters: tuple[DrafterMetrics, ...] = ()
-    if drafted or "spec_accept_rate" in totals:
-        # SGLang gives rates only: shown as counters per thousand drafted tokens.
-        counts = (int(drafted), int(accepted)) if drafted else (1000, int(1000 * totals["spec_accept_rate"]))
-        drafters = (DrafterMetrics("server", int(drafts), *counts, accepted_per_position=accepted_at),)
-    return replace(
-        base,
-        drafter="server" if drafters else base.drafter,
-        active_requests=int(first("requests_running", "num_requests_running", "num_running_reqs")),
-        queued_requests=int(first("requests_waiting", "num_requests_waiting", "num_queue_reqs")),
-        prompt_tokens_total=int(first("prompt_tokens")),
-        completion_tokens_total=int(first("generation_tokens")),
-        tok_per_s=first("tokens_per_second", "gen_throughput") or base.tok_per_s,
-        mean_accepted_run=mean_run,
-        drafters=drafters,
     )

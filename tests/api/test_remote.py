@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localspec.api.closing import closing
 from localspec.api.engine import DrafterChoice
 from localspec.api.remote import RemoteEngine, RemoteSettings
-from localspec.api.remote_wire import read_metrics
+from localspec.api.remote_metrics import MetricsReader, read_metrics
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.api.types import (
     Delta,
@@ -361,3 +363,83 @@ def test_rates_of_sglang() -> None:
     metrics = read_metrics(text + "\nnot a metric\nsglang:odd{} x", MetricsSnapshot())
     assert (metrics.mean_accepted_run, metrics.tok_per_s) == (2.5, 99.5)
     assert metrics.drafters[0].acceptance_rate == 0.6
+
+
+def test_a_rate_that_lasts_is_not_shown_of_an_idle_server() -> None:
+    text = "sglang:gen_throughput 99.5\nsglang:num_running_reqs "
+    assert read_metrics(text + "0", MetricsSnapshot()).tok_per_s == 0
+    assert read_metrics(text + "1", MetricsSnapshot()).tok_per_s == 99.5
+
+
+def test_rate_between_pages_forgets_a_server_that_began_anew() -> None:
+    reader = MetricsReader(window_s=1.0)
+    counts = [(0.0, 100), (0.5, 150), (1.0, 200), (1.5, 300), (2.0, 400), (2.5, 20), (3.0, 60)]
+    rates = [reader.read(f"vllm:generation_tokens_total {n}", MetricsSnapshot(), at).tok_per_s for at, n in counts]
+    assert rates == [0, 100, 100, 150, 200, 0, 80]
+
+
+def test_engines_are_added_and_copies_and_other_models_are_not() -> None:
+    text = """vllm:generation_tokens_total{engine="0",model_name="m"} 5
+vllm:generation_tokens_total{engine="1",model_name="m"} 7
+vllm:generation_tokens_total{engine="0",model_name="other"} 100
+vllm:num_requests_running{dp_rank="0",tp_rank="0",model_name="m"} 3
+vllm:num_requests_running{dp_rank="0",tp_rank="1",model_name="m"} 3
+vllm:num_requests_running{dp_rank="1",tp_rank="2",model_name="m"} 1
+sglang:spec_accept_length{dp_rank="0",model_name="m"} 2
+sglang:spec_accept_length{dp_rank="1",model_name="m"} 3
+"""
+    metrics = read_metrics(text, MetricsSnapshot(model_id="m"))
+    assert (metrics.completion_tokens_total, metrics.active_requests, metrics.mean_accepted_run) == (12, 4, 2.5)
+    assert read_metrics(text, MetricsSnapshot(model_id="named otherwise")).completion_tokens_total == 112
+
+
+def test_llama_cpp() -> None:
+    text = """llamacpp:tokens_predicted_total 18722
+llamacpp:requests_processing 1
+llamacpp:requests_deferred 2
+llamacpp:predicted_tokens_seconds 41.5
+llamacpp:spec_decode_num_draft_tokens_total 2.0e+3
+llamacpp:spec_decode_num_accepted_tokens_total 1500
+llamacpp:spec_decode_num_drafts_total 500
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 480
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 400
+"""
+    metrics = read_metrics(text, MetricsSnapshot())
+    assert (metrics.tok_per_s, metrics.mean_accepted_run, metrics.queued_requests) == (41.5, 4.0, 2)
+    (drafter,) = metrics.drafters
+    assert (drafter.acceptance_rate, drafter.accepted_per_position) == (0.75, (480, 0, 400))
+    assert drafter.drafted_per_position == (500, 500, 500)
+
+
+async def test_our_own_port_from_afar_tells_all_its_drafters() -> None:
+    engine = ScriptedEngine(Script(replies=(Reply("word " * 40),), seed=5))
+    async with serving(engine) as address:
+        remote = RemoteEngine(RemoteSettings(address, poll_s=0.02))
+        await collect(remote)
+        await until(lambda: remote.metrics().completion_tokens_total == engine.metrics().completion_tokens_total > 0)
+        here, there = engine.metrics(), remote.metrics()
+        assert there.drafters == here.drafters and here.drafters[0].accepted_tokens > 0
+        assert (there.drafter, there.depth) == (here.drafter, here.depth)
+        assert there.mean_accepted_run == pytest.approx(here.mean_accepted_run)
+        await remote.aclose()
+
+
+@given(st.text() | st.lists(st.sampled_from(VLLM_METRICS.split())).map(" ".join) | st.lists(
+    st.sampled_from(["vllm:a", "sglang:spec_accept_rate", "{", "}", 'position="1"', "=", '"', "\\", " ", "1e309", "nan", "-1",
+                     "vllm:spec_decode_num_draft_tokens", "7", "\n", ","])).map("".join))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_no_page_of_figures_raises(text: str) -> None:
+    metrics = read_metrics(text, MetricsSnapshot(state="ready"))
+    assert metrics.state == "ready" and all(0 <= d.acceptance_rate < 1e19 for d in metrics.drafters)
+
+
+@pytest.mark.parametrize(
+    "delta", [[], "x", {"tool_calls": ["x"]}, {"tool_calls": {"a": 1}}, {"tool_calls": [{"function": 3}]}]
+)
+async def test_chunks_of_another_form_are_an_engine_error(delta: Any) -> None:
+    bad = {"choices": [{"delta": delta or [1]}]}
+    remote = RemoteEngine(RemoteSettings("http://gpu.box/v1"), OtherServer([chunk(content="a"), bad]))
+    with pytest.raises(EngineError) as broken:
+        await collect(remote)
+    assert broken.value.code == "internal"
+    await remote.aclose()

@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from localspec.api.remote import RemoteEngine, RemoteSettings
-from tests.tui.fakes import ask, started, until
+from localspec.tui.panel_text import PanelState, full_lines
+from tests.tui.fakes import NARROW, ask, started, until
+from tests.tui.openai_server import OtherServer, listening, sglang_page, vllm_page
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "control-key-of-the-tests"
@@ -108,4 +110,98 @@ async def test_a_client_that_leaves_does_not_disturb_another(server: Server, tmp
         await until(lambda: not app.chat.busy)
         assert app.chat.conversation.messages[-1].content == "word " * 400
         await ask(app, pilot, "again")
+    await engine.aclose()
+
+
+async def test_acceptance_and_speed_of_vllm_are_shown(tmp_path: Path) -> None:
+    server = OtherServer(vllm_page, "word " * 299, tok_per_s=250)
+    async with listening(server) as address:
+        engine = RemoteEngine(RemoteSettings(address + "/v1", poll_s=0.1))
+        async with started(engine, tmp_path, address=address) as (app, pilot):
+            await engine.wait_ready()
+            panel = app.chat.query_one("#panel")
+            await pilot.press("q", "enter")
+            await until(lambda: 180 < engine.metrics().tok_per_s < 320)
+            await until(lambda: not app.chat.busy)
+            await until(lambda: engine.metrics().drafters[0].drafts == 100)
+            app.chat.sample()
+            shown = panel.plain_text
+            assert "accepted 67%  mean run 3.00" in shown
+            assert " 1 " in shown and "100%" in shown and "server 67% 200/300" in shown
+            assert "0 running · 2 waiting" in shown and "kv cache used %: 34.1" in shown
+            assert "prefix found %: 75" in shown and "against plain: not said" in shown
+            assert app.chat.transcript.plain_text.count("word") == 299
+            assert server.bodies[0]["messages"] == [{"role": "user", "content": "q"}]
+            metrics = engine.metrics()
+            assert (metrics.completion_tokens_total, metrics.drafters[0].accepted_per_position) == (300, (100, 100, 0))
+        await engine.aclose()
+
+
+async def test_acceptance_of_sglang_is_shown(tmp_path: Path) -> None:
+    server = OtherServer(sglang_page, "word " * 300)
+    async with listening(server) as address:
+        engine = RemoteEngine(RemoteSettings(address, poll_s=0.1))
+        async with started(engine, tmp_path, NARROW) as (app, pilot):
+            await engine.wait_ready()
+            await pilot.press("q", "enter")
+            await until(lambda: engine.metrics().tok_per_s == 99.5)
+            # Copies of a rank and parts of the queue are counted once.
+            assert (engine.metrics().active_requests, engine.metrics().queued_requests) == (1, 3)
+            app.chat.sample()
+            strip = app.chat.query_one("#strip")
+            assert "accepted 60%  run 2.50" in strip.plain_text and "99.5 tok/s" in strip.plain_text
+            await pilot.press("escape")
+            await until(lambda: engine.metrics().active_requests == 0)
+            # The gauge keeps its last value; an idle server writes no tokens.
+            assert engine.metrics().tok_per_s == 0
+        await engine.aclose()
+
+
+NONSENSE = """vllm:generation_tokens_total NaN
+vllm:spec_decode_num_drafts_total +Inf
+vllm:spec_decode_num_draft_tokens_total{a="b
+vllm:spec_decode_num_accepted_tokens_total -5
+vllm:num_requests_running{x="}\\"{"} 1e400
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="99999999999999999999"} 1
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="²"} 1
+\x00\x1b[2J{}
+sglang:spec_accept_rate 7e300
+"""
+
+
+@pytest.mark.parametrize("page", [NONSENSE, "", "<html>" * 10_000, "{" * 100_000, None], ids=lambda p: str(p)[:6])
+async def test_malformed_metrics_do_no_harm(page: str | None, tmp_path: Path) -> None:
+    async with listening(OtherServer(lambda now: page, tok_per_s=5000)) as address:
+        engine = RemoteEngine(RemoteSettings(address, poll_s=0.05))
+        async with started(engine, tmp_path) as (app, pilot):
+            await engine.wait_ready()
+            await ask(app, pilot, "q")
+            for _ in range(3):
+                await pilot.pause(0.05)
+                app.chat.sample()
+            assert engine.metrics().state == "ready" and app.chat.conversation.messages[-1].state == "done"
+            assert (engine.metrics().drafter == "unknown") == (page is None)
+            assert "\x1b" not in app.chat.query_one("#panel").plain_text
+        await engine.aclose()
+
+
+async def test_a_foreign_server_is_not_asked_for_its_models_all_the_time(tmp_path: Path) -> None:
+    server = OtherServer(vllm_page)
+    async with listening(server) as address:
+        engine = RemoteEngine(RemoteSettings(address, poll_s=0.02))
+        await engine.wait_ready()
+        await until(lambda: len(engine._reader._readings) > 5)
+        assert server.lists <= 3
+        await engine.aclose()
+
+
+async def test_a_foreign_server_that_comes_back_is_found(tmp_path: Path) -> None:
+    server = OtherServer(vllm_page)
+    async with listening(server) as address:
+        engine = RemoteEngine(RemoteSettings(address, poll_s=0.05))
+        await engine.wait_ready()
+    await until(lambda: engine.metrics().state == "loading" and engine.model() is None)
+    assert "trying again" in engine.metrics().stage
+    text = "\n".join(line.plain for line in full_lines(PanelState(None, engine.metrics()), 34))
+    assert "trying again" in text.replace("\n", " ")
     await engine.aclose()
