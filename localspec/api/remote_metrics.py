@@ -166,12 +166,13 @@ def _drafter(page: _Page, name: str) -> DrafterMetrics:
     def count(figure: str) -> int:
         return int(sum(row.value for row in own(figure)))
 
-    drafts, accepted_at = count("spec_decode_num_drafts"), _by_position(own(_PER_POSITION))
+    drafts, drafted = count("spec_decode_num_drafts"), count("spec_decode_num_draft_tokens")
+    accepted_at = _by_position(own(_PER_POSITION))
     return DrafterMetrics(
         name,
         drafts,
-        count("spec_decode_num_draft_tokens"),
-        count("spec_decode_num_accepted_tokens"),
+        drafted,
+        min(drafted, count("spec_decode_num_accepted_tokens")),
         # vLLM counts no drafted tokens by position; its own rate of a position is over all drafts.
         _by_position(own(_DRAFTED_PER_POSITION)) or (drafts,) * len(accepted_at),
         accepted_at,
