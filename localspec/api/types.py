@@ -162,8 +162,8 @@ class Timings:
     """Where the time of a request went and what drafting gained.
 
     `speedup_vs_plain` is emitted tokens per second over the rate of the same engine without drafts, measured on
-    this machine; None until a plain step has been measured. `accepted_per_position` counts drafts accepted at
-    offset 1, 2, ... of their window.
+    this machine; None until a plain step has been measured. `draft_steps` counts the steps in which something was
+    drafted, `drafted_per_position` and `accepted_per_position` the drafts at offset 1, 2, ... of their window.
     """
 
     prefill_ms: float = 0.0
@@ -177,6 +177,8 @@ class Timings:
     verify_ms: float = 0.0
     speedup_vs_plain: float | None = None
     cached_tokens: int = 0
+    draft_steps: int = 0
+    drafted_per_position: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

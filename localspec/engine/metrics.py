@@ -66,6 +66,8 @@ class RequestClock:
             verify_ms=round(self.verify_ms, 3),
             speedup_vs_plain=round(self.plain_ms / busy_ms, 3) if self.plain_ms and busy_ms else None,
             cached_tokens=cached_tokens,
+            draft_steps=self.drafts.drafts,
+            drafted_per_position=tuple(self.drafts.drafted_at),
         )
 
 

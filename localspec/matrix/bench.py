@@ -1,29 +1,33 @@
 """Measures drafting against plain decoding through the Engine protocol, so that any engine can be measured.
 
 Each cell runs the same prompts greedily, one after another or several at once, after one warm-up; the control "off" is
-always among the methods, and speed-ups are ratios within one run.
+always among the methods, and speed-ups are ratios within one run. A server that cannot be told how to draft gives one
+cell for each workload, as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import product
 
 from localspec.api.engine import Engine
-from localspec.api.types import Delta, Done, GenerateRequest, Message, Sampling, Timings
+from localspec.api.types import Delta, Done, DrafterMetrics, GenerateRequest, MetricsSnapshot, Sampling, Timings, Usage
+from localspec.matrix.prompts import Prompt
 
 OFF = "off"
+AS_IT_IS = "server"
+"""Method of a server that chooses by itself."""
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure. `methods` are (drafter, depth); ("off", 0) is added where it is missing."""
+    """What to measure. `methods` are (drafter, depth), depth 0 leaves it to the engine; off is added if missing."""
 
-    workloads: dict[str, tuple[str, ...]]
+    workloads: Mapping[str, tuple[Prompt, ...]]
     methods: tuple[tuple[str, int], ...]
     active: tuple[int, ...] = (1,)
     max_tokens: int = 96
@@ -31,7 +35,12 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured combination. Rates are over the decoding time of all its requests."""
+    """One measured combination. Rates are over the time in which at least one of its answers was being decoded.
+
+    `per_position` is marginal: of all windows with drafts, the share whose draft at offset 1, 2, ... was accepted.
+    `acceptance_length` is tokens a step. `differs_from_off` counts tokens that differ from those of the control, None
+    where there is no control. `speedup` is None for the control and where there is none.
+    """
 
     workload: str
     drafter: str
@@ -45,45 +54,74 @@ class Cell:
     acceptance_rate: float
     per_position: tuple[float, ...]
     draft_ms_share: float
-    differs_from_off: int
+    differs_from_off: int | None
 
 
 @dataclass(frozen=True)
 class _Answer:
     ids: tuple[int, ...]
+    usage: Usage
     timings: Timings
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) or self.usage.completion_tokens
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The answers of a cell, the seconds that decoding covered, and the engine's counters before and after."""
+
+    answers: tuple[_Answer, ...]
+    seconds: float
+    before: MetricsSnapshot
+    after: MetricsSnapshot
+
+    @property
+    def tok_per_s(self) -> float:
+        return sum(answer.num_tokens for answer in self.answers) / self.seconds
 
 
 async def run_bench(engine: Engine, plan: BenchPlan, progress: Callable[[Cell], None]) -> list[Cell]:
-    """Measure every cell; `progress` sees each as it is done."""
-    methods = ((OFF, 0), *(method for method in plan.methods if method[0] != OFF))
-    await _answers(engine, ("Say one word.",), (OFF, 0), 1, 8)
+    """Measure every cell; `progress` sees each as it is done. A drafter that never drafts as deep as it may is not
+    measured deeper. Raises EngineError as `generate` does.
+    """
+    obeys = OFF in (await engine.wait_ready()).drafters
+    methods = ((OFF, 0), *(m for m in plan.methods if m[0] != OFF)) if obeys else ((AS_IT_IS, 0),)
+    warm_up = (Prompt.of("Say one word."),)
+    await _run(engine, warm_up, methods[0], 1, 8)
     cells: list[Cell] = []
     for workload, active in product(plan.workloads, plan.active):
         prompts = plan.workloads[workload]
-        control: tuple[list[_Answer], float] | None = None
-        for method in methods:
-            answers, seconds = await _answers(engine, prompts, method, active, plan.max_tokens)
-            control = control or (answers, seconds)
-            cell = _cell(workload, method, active, answers, seconds, control)
+        control: _Run | None = None
+        exhausted: dict[str, int] = {}
+        for drafter, depth in methods:
+            if depth > exhausted.get(drafter, depth):
+                continue
+            run = await _run(engine, prompts, (drafter, depth), active, plan.max_tokens)
+            if drafter == OFF:
+                control = run
+            reached = max((len(answer.timings.drafted_per_position) for answer in run.answers), default=0)
+            if reached < depth:
+                exhausted[drafter] = min(depth, exhausted.get(drafter, depth))
+            cell = _cell(workload, (drafter, depth), active, run, control)
             cells.append(cell)
             progress(cell)
     return cells
 
 
-async def _answers(
-    engine: Engine, prompts: Sequence[str], method: tuple[str, int], active: int, max_tokens: int
-) -> tuple[list[_Answer], float]:
-    """Answers in the order of the prompts, and the seconds from the first decoded token to the last."""
+async def _run(
+    engine: Engine, prompts: Sequence[Prompt], method: tuple[str, int], active: int, max_tokens: int
+) -> _Run:
     gate = asyncio.Semaphore(active)
     spans: list[tuple[float, float]] = []
 
-    async def one(prompt: str) -> _Answer:
+    async def one(prompt: Prompt) -> _Answer:
         request = GenerateRequest(
-            messages=(Message("user", prompt),),
+            messages=prompt.messages,
             sampling=Sampling(),
             max_tokens=max_tokens,
-            drafter=method[0],
+            drafter=None if method[0] == AS_IT_IS else method[0],
             depth=method[1] or None,
             client="bench",
             # Nothing of it is kept: a later cell must not draft from what an earlier one answered.
@@ -92,22 +130,21 @@ async def _answers(
         async with gate:
             return await _answer(engine, request, spans)
 
+    before = engine.metrics()
     answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    return list(answers), _covered_s(spans)
+    return _Run(tuple(answers), _covered_s(spans), before, engine.metrics())
 
 
 async def _answer(engine: Engine, request: GenerateRequest, spans: list[tuple[float, float]]) -> _Answer:
     ids: list[int] = []
-    first = 0.0
     async with aclosing(engine.generate(request)) as events:  # type: ignore[type-var]
         async for event in events:
             if isinstance(event, Delta):
-                first = first or time.perf_counter()
                 ids.extend(event.token_ids)
             elif isinstance(event, Done):
                 last = time.perf_counter()
                 spans.append((last - max(event.timings.decode_ms / 1e3, 1e-6), last))
-                return _Answer(tuple(ids), event.timings)
+                return _Answer(tuple(ids), event.usage, event.timings)
     raise RuntimeError("the engine ended an answer without saying so")
 
 
@@ -117,43 +154,79 @@ def _covered_s(spans: Sequence[tuple[float, float]]) -> float:
     for start, stop in sorted(spans):
         covered += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return covered
+    return max(covered, 1e-6)
 
 
-def _cell(
-    workload: str,
-    method: tuple[str, int],
-    active: int,
-    answers: Sequence[_Answer],
-    seconds: float,
-    control: tuple[list[_Answer], float],
-) -> Cell:
-    tokens = sum(len(answer.ids) for answer in answers)
-    control_tokens = sum(len(answer.ids) for answer in control[0])
-    rate, control_rate = tokens / seconds, control_tokens / control[1]
-    steps = sum(answer.timings.verify_steps for answer in answers)
-    drafted = sum(answer.timings.draft_n for answer in answers)
-    accepted = sum(answer.timings.draft_n_accepted for answer in answers)
-    positions = max((len(answer.timings.accepted_per_position) for answer in answers), default=0)
-    draft_ms = sum(answer.timings.draft_ms for answer in answers)
-    verify_ms = sum(answer.timings.verify_ms for answer in answers)
+@dataclass(frozen=True)
+class _Counts:
+    """Drafting of a cell: windows with drafts, drafts, accepted ones, accepted by offset, steps."""
+
+    windows: int
+    drafted: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+    steps: int
+
+
+def _cell(workload: str, method: tuple[str, int], active: int, run: _Run, control: _Run | None) -> Cell:
+    timings = [answer.timings for answer in run.answers]
+    tokens = sum(answer.num_tokens for answer in run.answers)
+    counts = _counts(timings)
+    if not counts.steps:
+        counts = _server_counts(run, tokens)
+    draft_ms, verify_ms = sum(t.draft_ms for t in timings), sum(t.verify_ms for t in timings)
     return Cell(
         workload=workload,
         drafter=method[0],
         depth=method[1],
         active=active,
-        prompts=len(answers),
+        prompts=len(run.answers),
         tokens=tokens,
-        tok_per_s=round(rate, 2),
-        speedup=round(rate / control_rate, 3) if method[0] != OFF else None,
-        acceptance_length=round(1 + accepted / steps, 3) if steps else 1.0,
-        acceptance_rate=round(accepted / drafted, 3) if drafted else 0.0,
-        per_position=tuple(
-            round(sum(_at(answer.timings.accepted_per_position, i) for answer in answers) / max(steps, 1), 3)
-            for i in range(positions)
-        ),
+        tok_per_s=round(run.tok_per_s, 2),
+        speedup=round(run.tok_per_s / control.tok_per_s, 3) if control is not None and run is not control else None,
+        acceptance_length=round(tokens / counts.steps, 3) if counts.steps else 1.0,
+        acceptance_rate=round(counts.accepted / counts.drafted, 3) if counts.drafted else 0.0,
+        per_position=tuple(round(count / max(counts.windows, 1), 3) for count in counts.accepted_at),
         draft_ms_share=round(draft_ms / (draft_ms + verify_ms), 4) if draft_ms + verify_ms else 0.0,
-        differs_from_off=sum(a.ids != b.ids for a, b in zip(answers, control[0], strict=True)),
+        differs_from_off=None if control is None else _differing(run.answers, control.answers),
+    )
+
+
+def _counts(timings: Sequence[Timings]) -> _Counts:
+    """As the answers themselves tell."""
+    positions = max((len(t.accepted_per_position) for t in timings), default=0)
+    return _Counts(
+        windows=sum(t.draft_steps for t in timings),
+        drafted=sum(t.draft_n for t in timings),
+        accepted=sum(t.draft_n_accepted for t in timings),
+        accepted_at=tuple(sum(_at(t.accepted_per_position, i) for t in timings) for i in range(positions)),
+        steps=sum(t.verify_steps for t in timings),
+    )
+
+
+def _server_counts(run: _Run, tokens: int) -> _Counts:
+    """From the counters of a server whose answers tell nothing: what they grew by meanwhile, others' work included."""
+    before, after = (_first(snapshot.drafters) for snapshot in (run.before, run.after))
+    positions = range(len(after.accepted_per_position))
+    windows, accepted = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
+    return _Counts(
+        windows=windows,
+        drafted=after.drafted_tokens - before.drafted_tokens,
+        accepted=accepted,
+        accepted_at=tuple(after.accepted_per_position[i] - _at(before.accepted_per_position, i) for i in positions),
+        steps=max(tokens - accepted, 0) if windows > 0 else 0,
+    )
+
+
+def _first(drafters: Sequence[DrafterMetrics]) -> DrafterMetrics:
+    return drafters[0] if drafters else DrafterMetrics("")
+
+
+def _differing(ours: Sequence[_Answer], plain: Sequence[_Answer]) -> int:
+    """Tokens that are not the same at the same place, tokens that one of the two lacks included."""
+    return sum(
+        abs(len(a.ids) - len(b.ids)) + sum(x != y for x, y in zip(a.ids, b.ids, strict=False))
+        for a, b in zip(ours, plain, strict=True)
     )
 
 
