@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
 
 DEMO_MODEL_ID = "smollm2-135m"
 DEFAULT_PORT = 8012
+MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,21 @@ class NetworkSettings:
     """How models are fetched."""
 
     hub_endpoint: str = "https://huggingface.co"
-    hub_token: str | None = None
+    hub_mirrors: tuple[str, ...] = ()
+    """Addresses that are tried, in order, when the endpoint cannot deliver. They never get the token."""
+    hub_token: str | None = field(default=None, repr=False)
+    hub_token_place: str = "HF_TOKEN"
+    """Where the token came from, or the variable to set: said to the user instead of the token."""
     hub_cache_dir: Path | None = None
     package_index: str = "https://pypi.org/simple"
+    http_proxy: str | None = field(default=None, repr=False)
+    https_proxy: str | None = field(default=None, repr=False)
+    """Proxies may carry a password, so no representation shows them."""
+    no_proxy: tuple[str, ...] = ()
+    """Hosts, `.suffixes` and `host:port`s that are reached directly; `*` is all of them."""
+    ca_file: Path | None = None
+    """Certificates to trust instead of the shipped ones, for networks that open TLS."""
+    ca_dir: Path | None = None
     offline: bool = False
 
 
@@ -94,7 +107,8 @@ def prepare_process() -> None:
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings from the environment (LOCALSPEC_HOME, HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, NO_COLOR, ...)."""
+    """Settings from the environment (LOCALSPEC_HOME, HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY,
+    NO_PROXY, SSL_CERT_FILE, NO_COLOR, ...), with the meaning that other programs give them."""
     env = os.environ if environment is None else environment
     home = env.get("LOCALSPEC_HOME")
     if home:
@@ -104,20 +118,67 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
             Path(platformdirs.user_data_dir("localspec", appauthor=False)),
             Path(platformdirs.user_cache_dir("localspec", appauthor=False)),
         )
-    hub_cache = env.get("HF_HUB_CACHE") or (f"{env['HF_HOME']}/hub" if env.get("HF_HOME") else None)
-    network = NetworkSettings(
-        hub_endpoint=env.get("HF_ENDPOINT", NetworkSettings.hub_endpoint).rstrip("/"),
-        hub_token=env.get("HF_TOKEN") or None,
-        hub_cache_dir=Path(hub_cache).expanduser() if hub_cache else Path.home() / ".cache/huggingface/hub",
-        package_index=env.get("PIP_INDEX_URL", NetworkSettings.package_index).rstrip("/"),
-        offline=env.get("HF_HUB_OFFLINE", "") not in ("", "0") or env.get("LOCALSPEC_OFFLINE", "") not in ("", "0"),
-    )
     return Settings(
         paths=paths,
-        network=network,
+        network=_network(env),
         no_color=bool(env.get("NO_COLOR")),
         over_ssh=bool(env.get("SSH_CONNECTION")),
         in_tmux=bool(env.get("TMUX")),
         term=env.get("TERM"),
         color_term=env.get("COLORTERM"),
     )
+
+
+def _network(env: Mapping[str, str]) -> NetworkSettings:
+    cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    hub_home = Path(env.get("HF_HOME") or cache_home / "huggingface").expanduser()
+    token, place = _hub_token(env, hub_home)
+    ca_file = env.get("SSL_CERT_FILE") or env.get("REQUESTS_CA_BUNDLE")
+    return NetworkSettings(
+        hub_endpoint=(env.get("HF_ENDPOINT") or NetworkSettings.hub_endpoint).rstrip("/"),
+        hub_mirrors=_words(env.get("LOCALSPEC_HUB_MIRRORS", "")),
+        hub_token=token,
+        hub_token_place=place,
+        hub_cache_dir=Path(env.get("HF_HUB_CACHE") or hub_home / "hub").expanduser(),
+        package_index=(env.get("PIP_INDEX_URL") or NetworkSettings.package_index).rstrip("/"),
+        http_proxy=_either_case(env, "http_proxy") or _either_case(env, "all_proxy"),
+        https_proxy=_either_case(env, "https_proxy") or _either_case(env, "all_proxy"),
+        no_proxy=_words(_either_case(env, "no_proxy") or ""),
+        ca_file=Path(ca_file) if ca_file else None,
+        ca_dir=Path(env["SSL_CERT_DIR"]) if env.get("SSL_CERT_DIR") else None,
+        offline=env.get("HF_HUB_OFFLINE", "") not in ("", "0") or env.get("LOCALSPEC_OFFLINE", "") not in ("", "0"),
+    )
+
+
+def _either_case(env: Mapping[str, str], name: str) -> str | None:
+    """Programs disagree on the case of proxy variables; the lower one is the older and wins."""
+    return env.get(name) or env.get(name.upper()) or None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for part in text.split(",") if (word := part.strip().rstrip("/")))
+
+
+def _hub_token(env: Mapping[str, str], hub_home: Path) -> tuple[str | None, str]:
+    """The hub's token and the place it came from: a variable, or the file that the hub's own log-in writes.
+
+    Anything but one printable word is no token: it would break the header that it is sent in.
+    """
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := _as_token(env.get(name, "")):
+            return token, name
+    if env.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "") in ("", "0"):
+        path = Path(env.get("HF_TOKEN_PATH") or hub_home / "token").expanduser()
+        try:
+            with path.open("rb") as file:
+                token = _as_token(file.read(MAX_TOKEN_BYTES).decode("ascii", "replace"))
+        except OSError:
+            token = None
+        if token is not None:
+            return token, str(path)
+    return None, "HF_TOKEN"
+
+
+def _as_token(text: str) -> str | None:
+    text = text.strip()
+    return text if text.isascii() and text.isprintable() and " " not in text and text else None

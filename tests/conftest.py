@@ -39,16 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
     """The installed demo model. Fails, never skips, when it cannot be had: real weights are part of the tests."""
-    from localspec.config import DEMO_MODEL_ID
+    from localspec.commands.common import hub_settings
+    from localspec.config import DEMO_MODEL_ID, load_settings
     from localspec.hub.catalogue import load_catalogue
     from localspec.hub.pull import pull
-    from localspec.hub.records import HubError, HubSettings
+    from localspec.hub.records import HubError
 
     entry = load_catalogue().find(DEMO_MODEL_ID)
     folder = TEST_HOME / "models" / entry.id
     if not (folder / "localspec.json").is_file():
         try:
-            pull(entry, TEST_HOME, HubSettings())
+            pull(entry, TEST_HOME, hub_settings(load_settings()))
         except HubError as error:  # another test process fetches it
             if "another process" not in str(error):
                 raise

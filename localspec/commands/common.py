@@ -56,9 +56,16 @@ def hub_settings(config: Settings) -> HubSettings:
     network = config.network
     return HubSettings(
         endpoint=network.hub_endpoint,
+        mirrors=network.hub_mirrors,
         token=network.hub_token,
+        token_variable=network.hub_token_place,
         index_url=network.package_index,
         hub_cache_dir=str(network.hub_cache_dir) if network.hub_cache_dir is not None else None,
+        http_proxy=network.http_proxy,
+        https_proxy=network.https_proxy,
+        no_proxy=network.no_proxy,
+        ca_file=str(network.ca_file) if network.ca_file is not None else None,
+        ca_dir=str(network.ca_dir) if network.ca_dir is not None else None,
     )
 
 

@@ -29,17 +29,28 @@ class HubSettings:
     token: str | None = field(default=None, repr=False)
     """Access token for gated models; sent to the endpoint's own host only, never to mirrors or redirect targets."""
     token_variable: str = "HF_TOKEN"
-    """Name shown to the user when a token is needed."""
+    """Where the token is, or the variable to set: shown to the user instead of the token."""
     index_url: str = "https://pypi.org/simple"
     """Simple index for files that travel in wheels."""
     hub_cache_dir: str | None = None
     """The user's hub cache (HF_HUB_CACHE); a complete file there is used without copying."""
-    proxy: str | None = None
+    http_proxy: str | None = field(default=None, repr=False)
+    https_proxy: str | None = field(default=None, repr=False)
+    no_proxy: tuple[str, ...] = ()
+    """Hosts, `.suffixes` and `host:port`s that are reached without a proxy; `*` is all of them."""
+    ca_file: str | None = None
+    ca_dir: str | None = None
+    """Certificates to trust instead of the shipped ones."""
     allow_pip: bool = True
     """Whether `pip download` may be tried when the index cannot be reached directly."""
     connect_timeout_s: float = 5.0
     stall_timeout_s: float = 20.0
     """A transfer that moves no byte for this long is dropped and tried again."""
+    least_bytes_per_s: int = 256
+    """A transfer that moves less than this over `stall_timeout_s` is dropped too: bytes that trickle hold it up as
+    none would."""
+    reply_timeout_s: float = 60.0
+    """A listing or another small reply that is not whole by then is given up."""
     n_connections: int = 4
     max_attempts: int = 6
     """Attempts for one range without any progress; progress resets the count."""

@@ -10,7 +10,6 @@ import fnmatch
 import html.parser
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,10 @@ import httpx
 from localspec.hub.catalogue import HubSource, WheelSource
 from localspec.hub.layout import check_file_name
 from localspec.hub.records import HubError, HubSettings
-from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile, SourceUnavailable, check_response
+from localspec.hub.replies import get_reply, json_object
+from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile
 
-MAX_REPLY_BYTES = 32 << 20
 MAX_FILES = 500
-REPLY_ATTEMPTS = 3
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
@@ -69,7 +67,8 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
         return Located(f"{source.repo}@{source.revision} on {urlsplit(address).hostname}", files)
     url = f"{address}/api/models/{source.repo}/revision/{quote(source.revision, safe='')}?blobs=true"
     try:
-        listing = _get_json(client, RemoteFile(source.repo, url, headers=headers))
+        reply = get_reply(client, RemoteFile(source.repo, url, headers=headers), settings)
+        listing = json_object(reply.body, source.repo, url)
     except AccessRefused as error:
         raise explain_refusal(source.repo, address, settings) from error
     except NotThere as error:
@@ -158,8 +157,9 @@ def locate_wheel(client: httpx.Client, source: WheelSource, settings: HubSetting
     project = re.sub(r"[-_.]+", "-", source.requirement.partition("==")[0]).lower()
     page = RemoteFile(project, f"{settings.index_url.rstrip('/')}/{project}/")
     accept = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
-    content_type, body, final_url = _get(client, page, {"Accept": accept})
-    links = _json_links(body, final_url) if "json" in content_type else _html_links(body, final_url)
+    reply = get_reply(client, page, settings, {"Accept": accept})
+    read_links = _json_links if "json" in reply.content_type else _html_links
+    links = read_links(reply.body, reply.url)
     for link, sha256 in links:
         if urlsplit(link).path.rpartition("/")[2] == source.wheel_name:
             if sha256 is not None and sha256 != source.wheel_sha256:
@@ -204,39 +204,6 @@ def _web_url(base_url: str, reference: str) -> str:
     if not is_web:
         raise HubError(f"the index page {base_url} links to {reference!r}, only web addresses are followed")
     return url
-
-
-def _get_json(client: httpx.Client, remote: RemoteFile) -> dict[str, Any]:
-    _, body, _ = _get(client, remote, {})
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise HubError(f"the reply about {remote.name} is not JSON; is {remote.url} a hub?") from error
-    if not isinstance(document, dict):
-        raise HubError(f"the reply about {remote.name} is not a JSON object; is {remote.url} a hub?")
-    return document
-
-
-def _get(client: httpx.Client, remote: RemoteFile, headers: Mapping[str, str]) -> tuple[str, bytes, str]:
-    """A small reply: content type, body, final address. Busy servers are asked again, unreachable ones are not."""
-    for attempt in range(1, REPLY_ATTEMPTS + 1):
-        try:
-            with client.stream("GET", remote.url, headers={**dict(remote.headers), **headers}) as response:
-                check_response(response, remote)
-                body = b""
-                for piece in response.iter_bytes():
-                    body += piece
-                    if len(body) > MAX_REPLY_BYTES:
-                        raise HubError(f"the reply about {remote.name} is larger than {MAX_REPLY_BYTES >> 20} MiB")
-                return response.headers.get("Content-Type", ""), body, str(response.url)
-        except SourceUnavailable:
-            if attempt == REPLY_ATTEMPTS:
-                raise
-            time.sleep(0.3 * attempt)
-        except httpx.HTTPError as error:
-            host = urlsplit(remote.url).hostname
-            raise SourceUnavailable(f"{host} cannot be reached ({str(error) or type(error).__name__})") from error
-    raise AssertionError("the loop returns or raises")
 
 
 def cached_blob(settings: HubSettings, source: HubSource, remote: RemoteFile) -> Path | None:

@@ -2,7 +2,8 @@
 
 Knows addresses, sizes, ETags and hashes. Does not know hubs, wheels or models. What is on disk while a file is under
 way: `NAME.part` (sparse, ranges written in place) and `NAME.part.json` (size, ETag, expected hash, finished ranges).
-The sidecar may be behind the data, never ahead of it; the hash over the whole file decides in the end.
+The sidecar may be behind the data, never ahead of it; the hash over the whole file decides in the end. A remote file
+may be a stretch of a larger one (`first_byte`, `whole_bytes`); positions here count from its beginning.
 """
 
 from __future__ import annotations
@@ -113,7 +114,12 @@ class Transfer:
         return self.remote.size_bytes
 
     def _identity(self) -> dict[str, object]:
-        return {"size_bytes": self._size_bytes, "etag": self.remote.etag, "sha256": self.remote.sha256}
+        return {
+            "size_bytes": self._size_bytes,
+            "first_byte": self.remote.first_byte,
+            "etag": self.remote.etag,
+            "sha256": self.remote.sha256,
+        }
 
     def _load_ledger(self) -> SpanLedger:
         """What a former run finished, if it is of the same file; anything doubtful starts afresh."""
@@ -218,24 +224,29 @@ class Transfer:
             try:
                 position = self._stream(handle, Span(position, span.end))
                 reason = "the connection ended early"
+                is_slow = False
             except _Interrupted as error:
-                position, reason, pause_s = error.position, error.reason, error.retry_after_s
-            n_failures = 0 if position > before else n_failures + 1
+                position, reason, pause_s, is_slow = error.position, error.reason, error.retry_after_s, error.is_slow
+            n_failures = 0 if position > before and not is_slow else n_failures + 1
             if position < span.end:
                 doubled_s = self._settings.backoff_s * 2 ** max(0, n_failures - 1)
                 self._stop.wait(min(MAX_PAUSE_S, max(pause_s, doubled_s)))
 
     def _stream(self, handle: int, span: Span) -> int:
         """One request; returns the position reached, or raises _Interrupted with it."""
-        headers = {**dict(self.remote.headers), "Range": f"bytes={span.start}-{span.end - 1}"}
-        position = span.start
+        first = self.remote.first_byte + span.start
+        last = self.remote.first_byte + span.end - 1
+        headers = {**dict(self.remote.headers), "Range": f"bytes={first}-{last}"}
+        position, pace = span.start, _Pace(self._settings)
         try:
             with self._client.stream("GET", self.remote.url, headers=headers) as response:
                 self._check_range(response, span)
                 # Chunks as the network gives them: what a larger buffer holds is lost when the connection drops.
                 # A server without ranges sends the whole file again: the part before the span is dropped.
-                n_skipped = span.start if response.status_code == HTTP_OK else 0
+                n_skipped = first if response.status_code == HTTP_OK else 0
                 for chunk in response.iter_raw():
+                    if pace.is_too_slow(len(chunk)):
+                        raise _Interrupted(position, "the bytes only trickle", 0.0, is_slow=True)
                     kept = chunk[n_skipped : n_skipped + span.end - position]
                     n_skipped = max(0, n_skipped - len(chunk))
                     if not self._keep(handle, kept, position):
@@ -267,10 +278,11 @@ class Transfer:
             self._body_etag = self._body_etag or etag
             changed = code == HTTP_RANGE_REFUSED or (etag is not None and etag != self._body_etag)
         total_bytes = total_size(response)
-        if changed or (total_bytes is not None and total_bytes != self._size_bytes):
+        whole_bytes = self._size_bytes if self.remote.whole_bytes is None else self.remote.whole_bytes
+        if changed or (total_bytes is not None and total_bytes != whole_bytes):
             raise FileChanged(f"{self.remote.name} changed at {host_of(self.remote.url)} while it was fetched")
         stated = response.headers.get("Content-Range", "")
-        if code == HTTP_PARTIAL and not stated.startswith(f"bytes {span.start}-"):
+        if code == HTTP_PARTIAL and not stated.startswith(f"bytes {self.remote.first_byte + span.start}-"):
             raise SourceUnavailable(
                 f"{host_of(self.remote.url)} sends another part ({stated!r}) than the one asked for"
             )
@@ -289,11 +301,32 @@ class Transfer:
 class _Interrupted(Exception):
     """A request ended before its span did."""
 
-    def __init__(self, position: int, reason: str, retry_after_s: float) -> None:
+    def __init__(self, position: int, reason: str, retry_after_s: float, is_slow: bool = False) -> None:
         super().__init__(reason)
         self.position = position
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.is_slow = is_slow
+        """Ended by us: what it brought is no reason to go on as before."""
+
+
+class _Pace:
+    """Whether one request brings bytes fast enough, judged once a window."""
+
+    def __init__(self, settings: HubSettings) -> None:
+        self._window_s = settings.stall_timeout_s
+        self._least_bytes = settings.least_bytes_per_s * settings.stall_timeout_s
+        self._since_s, self._bytes = time.monotonic(), 0
+
+    def is_too_slow(self, n_bytes: int) -> bool:
+        """Counts bytes that came; True when a window is over and brought too few."""
+        self._bytes += n_bytes
+        now_s = time.monotonic()
+        if now_s - self._since_s < self._window_s:
+            return False
+        is_slow = self._bytes < self._least_bytes
+        self._since_s, self._bytes = now_s, 0
+        return is_slow
 
 
 def git_sha1_of(path: Path) -> str:

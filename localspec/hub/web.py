@@ -5,6 +5,8 @@ Knows no ranges and no disk (`hub.transfer`), and no listings (`hub.sources`).
 
 from __future__ import annotations
 
+import ipaddress
+import ssl
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -45,21 +47,72 @@ class RemoteFile:
     git_sha1: str | None = None
     etag: str | None = None
     serves_ranges: bool = True
+    first_byte: int = 0
+    """Where the wanted bytes begin in the file behind the address; `size_bytes` counts the wanted ones only."""
+    whole_bytes: int | None = None
+    """Size of the file behind the address, where only a part of it is wanted."""
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Extra request headers (an access token); the HTTP client drops them when a redirect leaves the host."""
 
 
 def make_client(settings: HubSettings) -> httpx.Client:
-    """An HTTP client with bounded waits. Connections are not retried by it: the range loop decides that."""
-    limits = settings.n_connections + 2
-    return httpx.Client(
-        follow_redirects=True,
-        max_redirects=8,
-        timeout=httpx.Timeout(settings.stall_timeout_s, connect=settings.connect_timeout_s),
-        limits=httpx.Limits(max_connections=limits, max_keepalive_connections=limits),
-        proxy=settings.proxy,
-        headers={"User-Agent": "localspec", "Accept-Encoding": "identity"},
-    )
+    """An HTTP client with bounded waits. Connections are not retried by it: the range loop decides that.
+
+    The environment is not looked at: a .netrc there would send credentials to hosts that this program did not choose.
+    Raises HubError for a proxy or certificates that cannot be used.
+    """
+    n_connections = settings.n_connections + 2
+    limits = httpx.Limits(max_connections=n_connections, max_keepalive_connections=n_connections)
+    try:
+        trusted = _trusted(settings)
+        return httpx.Client(
+            follow_redirects=True,
+            max_redirects=8,
+            timeout=httpx.Timeout(settings.stall_timeout_s, connect=settings.connect_timeout_s),
+            limits=limits,
+            verify=trusted,
+            mounts=_proxy_mounts(settings, limits, trusted),
+            trust_env=False,
+            headers={"User-Agent": "localspec", "Accept-Encoding": "identity"},
+        )
+    except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
+        raise HubError(
+            f"the proxy or certificate settings cannot be used ({error}); look at HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE"
+        ) from error
+
+
+def _trusted(settings: HubSettings) -> ssl.SSLContext | bool:
+    if settings.ca_file is None and settings.ca_dir is None:
+        return True
+    return ssl.create_default_context(cafile=settings.ca_file, capath=settings.ca_dir)
+
+
+def _proxy_mounts(
+    settings: HubSettings, limits: httpx.Limits, trusted: ssl.SSLContext | bool
+) -> dict[str, httpx.BaseTransport | None]:
+    """Transports by address pattern; None is the direct one. The longest pattern that fits an address counts."""
+    mounts: dict[str, httpx.BaseTransport | None] = {}
+    for scheme, proxy in (("http://", settings.http_proxy), ("https://", settings.https_proxy)):
+        if proxy is not None:
+            address = proxy if "://" in proxy else f"http://{proxy}"
+            mounts[scheme] = httpx.HTTPTransport(proxy=address, limits=limits, verify=trusted)
+    if not mounts or "*" in settings.no_proxy:
+        return {}
+    for host in settings.no_proxy:
+        mounts.update(dict.fromkeys(_direct_patterns(host)))
+    return mounts
+
+
+def _direct_patterns(host: str) -> tuple[str, ...]:
+    """Patterns of a NO_PROXY entry: a name stands for itself and for names below it; networks are not known here."""
+    if "/" in host or not host.strip("."):
+        return ()
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        name = host.removeprefix("*").removeprefix(".")
+        return (f"all://{name}", f"all://*.{name}")
+    return (f"all://[{host.strip('[]')}]" if ":" in host else f"all://{host}",)
 
 
 def probe(client: httpx.Client, remote: RemoteFile) -> RemoteFile:
@@ -111,6 +164,16 @@ def retry_after_s(response: httpx.Response) -> float:
     """Seconds of a Retry-After header; the date form is rare and treated as absent."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0
+
+
+def check_etag(remote: RemoteFile) -> None:
+    """Where a hub names a file's content by its hash, the file behind the address must be the listed one.
+
+    Raises FileChanged when it is not.
+    """
+    etag = (remote.etag or "").removeprefix("W/").strip('"')
+    if remote.sha256 is not None and len(etag) == len(remote.sha256) and etag != remote.sha256:
+        raise FileChanged(f"{remote.name} at {host_of(remote.url)} is another file than the one that was listed")
 
 
 def host_of(url: str) -> str:

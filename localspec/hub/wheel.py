@@ -62,8 +62,8 @@ def download_with_pip(source: WheelSource, directory: Path, settings: HubSetting
     command += ["--retries", "1", "--timeout", "15"]
     if settings.index_url != default_index_url:
         command += ["--index-url", settings.index_url]
-    if settings.proxy is not None:
-        command += ["--proxy", settings.proxy]
+    if settings.https_proxy is not None:
+        command += ["--proxy", settings.https_proxy]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False

@@ -33,7 +33,7 @@ class Fault:
     """What goes wrong with one request for the bytes of `name` ('' matches any)."""
 
     kind: str
-    """status, drop, stall, wrong_bytes, whole (200 instead of a part), other_part."""
+    """status, drop, stall, trickle, wrong_bytes, whole (200 instead of a part), other_part."""
     name: str = ""
     status: int = 503
     after_bytes: int = 0
@@ -224,7 +224,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "wrong_bytes":
             piece = bytes([piece[0] ^ 1]) + piece[1:]
         stop_at = fault.after_bytes if fault is not None and fault.kind in ("drop", "stall") else len(piece)
-        step = 16384
+        is_trickle = fault is not None and fault.kind == "trickle"
+        step = 1 if is_trickle else 16384
         for start in range(0, min(stop_at, len(piece)), step):
             chunk = piece[start : min(start + step, stop_at)]
             try:
@@ -233,6 +234,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             entry.sent_bytes += len(chunk)
+            if is_trickle:
+                time.sleep(0.05)
             if self.hub.bytes_per_s:
                 time.sleep(len(chunk) / self.hub.bytes_per_s)
         if fault is not None and fault.kind == "stall":

@@ -107,6 +107,43 @@ def test_a_stall_costs_its_timeout_not_more(hub: FakeHub, tmp_path: Path) -> Non
     assert 0.3 < time.monotonic() - began_s < 2.5
 
 
+def test_a_trickle_is_dropped_and_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+    """20 bytes a second never stall a socket; one range of this file would take an hour."""
+    hub.faults = [Fault("trickle", not_before_byte=1, times=2)]
+    began_s = time.monotonic()
+    assert fetch(hub, tmp_path)[0] == sha256(DATA)
+    assert 0.3 < time.monotonic() - began_s < 3.0
+
+
+def test_a_server_that_only_trickles_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults = [Fault("trickle", not_before_byte=1, times=1000)]
+    with pytest.raises(SourceUnavailable, match="the bytes only trickle"):
+        fetch(hub, tmp_path, replace(SETTINGS, max_attempts=2))
+    hub.faults = []
+    assert fetch(hub, tmp_path)[0] == sha256(DATA)
+
+
+def test_a_stretch_of_a_file(hub: FakeHub, tmp_path: Path) -> None:
+    """Bytes 100,003 to 400,010 alone, with a drop on the way and a resume by another object."""
+    stretch = DATA[100_003:400_010]
+    settings = replace(SETTINGS, max_attempts=1)
+    with make_client(settings) as client:
+        whole = probe(client, RemoteFile("big.bin", f"{hub.hub_url}/{hub.repo}/resolve/main/big.bin"))
+        remote = replace(whole, first_byte=100_003, size_bytes=len(stretch), whole_bytes=SIZE)
+        hub.faults = [Fault("status", status=500, not_before_byte=300_000, times=1000)]
+        with pytest.raises(SourceUnavailable):
+            Transfer(client, remote, tmp_path / "big.bin", settings, lambda n: None).run()
+        hub.faults = []
+        again = Transfer(client, remote, tmp_path / "big.bin", settings, lambda n: None)
+        assert 0 < again.held_bytes < len(stretch)
+        moved = Transfer(client, replace(remote, first_byte=100_002), tmp_path / "big.bin", settings, lambda n: None)
+        assert moved.held_bytes == 0
+        assert again.run() == sha256(stretch)
+    assert (tmp_path / "big.bin").read_bytes() == stretch
+    asked = [r.range for r in hub.log if r.path == "/cdn/big.bin" and r.range != (0, 0)]
+    assert min(r[0] for r in asked if r) == 100_003 and max(r[1] for r in asked if r) == 400_009
+
+
 def test_server_without_ranges(hub: FakeHub, tmp_path: Path) -> None:
     hub.serves_ranges = False
     hub.faults = [Fault("drop", after_bytes=300_000)]
