@@ -24,6 +24,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    kv_cache_option,
     learn_option,
     model_option,
     offline_option,
@@ -46,6 +47,7 @@ START_TIMEOUT_S = 120.0
 @depth_option
 @context_option
 @device_option
+@kv_cache_option
 @offline_option
 @learn_option
 @click.option("--private", is_flag=True, help="Write nothing of this chat to the disk.")
@@ -110,7 +112,8 @@ def _make_room(config: Settings, options: dict[str, Any], key: str) -> None:
     if found is None:
         return
     state = (None if found.is_starting else engine_state(found, key)) or {}
-    differ = differences(wanted, options["context"], options["device"], engine_arguments(found), state)
+    device, arguments = options["device"], engine_arguments(found)
+    differ = differences(wanted, options["context"], device, arguments, state, options["kv_cache"])
     if not differ:
         return
     metrics = state.get("metrics", {})
@@ -138,7 +141,7 @@ def _known_model(config: Settings, name: str) -> str:
 
 def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
     arguments = ["--model", options["model"] or default_model(config), "--device", options["device"]]
-    arguments += ["--drafter", options["drafter"]]
+    arguments += ["--drafter", options["drafter"], "--kv-cache", options["kv_cache"]]
     for name in ("depth", "context"):
         if options[name] is not None:
             arguments += [f"--{name}", str(options[name])]

@@ -7,12 +7,17 @@ from typing import Any
 
 
 def differences(
-    model_id: str | None, context_tokens: int | None, device: str, arguments: Sequence[str], state: Mapping[str, Any]
+    model_id: str | None,
+    context_tokens: int | None,
+    device: str,
+    arguments: Sequence[str],
+    state: Mapping[str, Any],
+    kv_cache: str = "auto",
 ) -> list[str]:
     """What a running engine has that was explicitly asked otherwise, each in a few words; empty if it fits.
 
     `arguments` is the command line it was started with, `state` what its port says (empty while it starts). None, and
-    `auto` for the device, ask for nothing.
+    `auto` for device and cache, ask for nothing.
     """
     metrics, model = state.get("metrics") or {}, state.get("model") or {}
     found = []
@@ -29,6 +34,9 @@ def differences(
         fits = has_device == "auto" and metrics.get("device") and ":" not in device and is_on_cpu == (device == "cpu")
         if not fits:
             found.append(f"the device {metrics.get('device') or has_device}")
+    has_cache = _value(arguments, "--kv-cache") or "auto"
+    if kv_cache not in ("auto", has_cache):
+        found.append(f"the cache type {has_cache}")
     return found
 
 

@@ -42,6 +42,13 @@ drafter_option = click.option(
 )
 depth_option = click.option("--depth", type=click.IntRange(0, 15), help="Tokens to draft a step. Default: measured.")
 context_option = click.option("--context", type=click.IntRange(64), help="Context limit in tokens.")
+kv_cache_option = click.option(
+    "--kv-cache",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "fp8", "bf16"]),
+    help="How keys and values are kept. auto: fp8 on a card, unrounded on a CPU.",
+)
 device_option = click.option(
     "--device", default="auto", show_default=True, callback=check_device, help="auto, cpu, cuda or cuda:N."
 )

@@ -18,6 +18,7 @@ from localspec.commands.options import (
     device_option,
     drafter_option,
     json_option,
+    kv_cache_option,
     learn_option,
     model_option,
     offline_option,
@@ -31,6 +32,7 @@ from localspec.commands.options import (
 @depth_option
 @context_option
 @device_option
+@kv_cache_option
 @offline_option
 @learn_option
 @json_option
@@ -57,6 +59,7 @@ def run(**options: Any) -> None:
             drafters_dir=config.paths.drafters_dir,
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
+            kv_cache=options["kv_cache"],
             tuner_dir=config.paths.tuner_dir,
         ),
     )

@@ -25,6 +25,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    kv_cache_option,
     learn_option,
     model_option,
     offline_option,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 @depth_option
 @context_option
 @device_option
+@kv_cache_option
 @offline_option
 @learn_option
 @click.option("--for-chat", is_flag=True, hidden=True, help="Started by chat: announce the address in the data folder.")
@@ -73,6 +75,7 @@ def serve(**options: Any) -> None:
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
             kv_dir=config.paths.kv_dir,
+            kv_cache=options["kv_cache"],
             tuner_dir=config.paths.tuner_dir,
         ),
     )

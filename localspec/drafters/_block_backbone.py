@@ -131,7 +131,7 @@ class BlockBackbone:
         # Copies of the target's embedding and head, and a mask of training, are left unread.
         self.shared_names = (f"{prefix}embed_tokens.", "t2d", *(() if self._head else ("lm_head.",)))
         self._waiting = WaitingRows(num_slots, width[1], (ops.device, ops.activation_dtype))
-        dtype = str(ops.activation_dtype).removeprefix("torch.")
+        dtype = str(ops.cache_dtype).removeprefix("torch.")
         kv_shape = (shape.num_kv_heads, shape.head_dim)
         self.planes = tuple(
             PlaneSpec(f"{part}.{index}", kv_shape, dtype) for index in range(len(shape.layers)) for part in ("k", "v")

@@ -208,7 +208,7 @@ class _WideAttention:
         output = check_shape(checkpoint.weight(f"{prefix}o_proj.weight"), f"{prefix}o_proj", (shape.hidden_size, query))
         self._output = ops.pack([output])
         self._shape, self._inv_freq = shape, shape.inv_freq.to(ops.device)
-        dtype = str(ops.activation_dtype).removeprefix("torch.")
+        dtype = str(ops.cache_dtype).removeprefix("torch.")
         kv_shape = (shape.num_kv_heads, shape.head_dim)
         self.planes = (PlaneSpec("k.0", kv_shape, dtype), PlaneSpec("v.0", kv_shape, dtype))
         self._norms: list[Norm | None] = [None, None]

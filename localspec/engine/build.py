@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -53,6 +54,9 @@ GPU_CHUNK_TOKENS = 2048
 GPU_SHARED_CHUNK_TOKENS = 512
 MEMORY_SHARE = 0.5
 """Share of the memory that is free at start which the page pool may come to fill."""
+CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+)
 Report = Callable[[str], None]
 
 
@@ -77,6 +81,8 @@ class EngineOptions:
     """Where the tuner keeps what it learnt; None forgets it at the end."""
     kv_dir: Path | None = None
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
+    kv_cache: str = "auto"
+    """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card, unrounded on a CPU."""
     kv_limits: SpillLimits = field(default_factory=SpillLimits)
 
 
@@ -127,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_model(folder: Path, device: str) -> tuple[Model, Ops, Checkpoint]:
+def load_model(folder: Path, device: str, kv_cache: str = "auto") -> tuple[Model, Ops, Checkpoint]:
     """Weights of a folder on a device, with every tensor accounted for; the checkpoint serves its drafters too.
 
     Raises ValueError in plain words, EngineError (`machine_cannot`) where no back end runs on the device.
@@ -137,10 +143,22 @@ def load_model(folder: Path, device: str) -> tuple[Model, Ops, Checkpoint]:
         ops, _ = choose(resolve_device(device))
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
+    ops.cache_dtype = cache_dtype(ops, kv_cache)
     checkpoint = open_checkpoint(folder)
     with torch.inference_mode():
         model = architecture(config["model_type"]).load(config, checkpoint, ops)
     return model, ops, checkpoint
+
+
+def cache_dtype(ops: Ops, kv_cache: str) -> torch.dtype:
+    """The dtype of cache pages for an option. Raises EngineError for an unknown one."""
+    if kv_cache == "auto":
+        return ops.activation_dtype if ops.device.type == "cpu" else torch.float8_e4m3fn
+    if kv_cache not in CACHE_DTYPES:
+        raise EngineError(
+            "bad_request", f"the cache type {kv_cache!r} is not known; known are {', '.join(CACHE_DTYPES)}"
+        )
+    return CACHE_DTYPES[kv_cache]
 
 
 def resolve_device(device: str) -> str:
@@ -186,7 +204,7 @@ def assemble(
 def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
     report("reading weights")
-    model, ops, checkpoint = load_model(place.folder, options.device)
+    model, ops, checkpoint = load_model(place.folder, options.device, options.kv_cache)
     limit = _context_limit(model, ops, options)
     text = TextStage(place.folder, limit)
     tables = open_tables(place.folder, options, report)
@@ -244,7 +262,8 @@ def _keeper(parts: Assembled, place: ModelPlace, device: torch.device, options: 
     if options.tuner_dir is None or options.synthetic_acceptance:
         return None
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    build_name = f"localspec {_version()}, torch {torch.__version__}"
+    kept = str(parts.runner.ops.cache_dtype).removeprefix("torch.")
+    build_name = f"localspec {_version()}, torch {torch.__version__}, cache {kept}"
     store = TunerStore(options.tuner_dir, TunerKey(card, place.id, tuple(parts.tuner.depth_limits), build_name))
     store.restore(parts.tuner)
     return TunerKeeper(parts.tuner, store, parts.loop.call, lambda: parts.metrics.snapshot().verify_steps)

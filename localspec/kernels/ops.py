@@ -54,6 +54,7 @@ class Paging:
 class Ops(Protocol):
     """One back end. `activation_dtype` is the dtype of x between operations; `device` where tensors live.
 
+    `cache_dtype` is that of keys and values in pages (float8_e4m3fn, bfloat16 or float32); models read it as they load.
     `waits` says whether the host knows device values at once (CPU): then a step may be cut to what was drafted.
     `prefill_row_multiple`: rows of a prefill chunk are padded to a multiple of this, at their place in the tile.
     """
@@ -61,6 +62,7 @@ class Ops(Protocol):
     name: str
     device: torch.device
     activation_dtype: torch.dtype
+    cache_dtype: torch.dtype
     waits: bool
     prefill_row_multiple: int
 

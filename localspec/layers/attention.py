@@ -10,6 +10,7 @@ from localspec.core.cache_spec import PlaneSpec, StateSpec
 from localspec.core.state import Cache
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Norm, Ops, PackedWeight
+from localspec.layers.kv_scales import read_kv_scales, with_kv_scales
 from localspec.layers.linear import Projections, check_shape, load_projections, load_vector
 from localspec.layers.step import LayerStep
 
@@ -47,7 +48,10 @@ class Attention:
     ) -> None:
         """Reads the weights under `prefix` ("model.layers.0.self_attn."). Raises ValueError for what is missing."""
         self.shape, self.input_norm, self.inv_freq = shape, input_norm, inv_freq
-        dtype = str(ops.activation_dtype).removeprefix("torch.")
+        scales = read_kv_scales(ops, checkpoint, prefix)
+        checkpoint = with_kv_scales(checkpoint, prefix, scales, float(shape.norm_plus_one) if shape.head_norms else None)
+        self.score_scale = shape.head_dim**-0.5 * scales.k
+        dtype = str(ops.cache_dtype).removeprefix("torch.")
         kv_shape = (shape.num_kv_heads, shape.head_dim)
         self.planes: tuple[PlaneSpec, ...] = (
             PlaneSpec(f"k.{layer}", kv_shape, dtype),
@@ -83,8 +87,7 @@ class Attention:
         k_pages, v_pages = step.cache.planes[k_plane.name], step.cache.planes[v_plane.name]
         ops.store_kv(k, k_pages, step.paging, positions)
         ops.store_kv(v, v_pages, step.paging, positions)
-        scale = shape.head_dim**-0.5
-        mixed = ops.attention(q, k_pages, v_pages, step.paging, step.key_begin, step.key_end, scale)
+        mixed = ops.attention(q, k_pages, v_pages, step.paging, step.key_begin, step.key_end, self.score_scale)
         if gate is not None:
             mixed = ops.sigmoid_mul(mixed, gate)
         return ops.linear(mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias)

@@ -172,7 +172,7 @@ def test_an_engine_can_be_ended_to_make_room(paths: Paths, chat: Chat) -> None:
 
 def test_another_model_asked_ends_an_engine_that_nobody_uses_and_no_other(paths: Paths, chat: Chat) -> None:
     config = Settings(paths, NetworkSettings())
-    asked = {"model": "smollm2-135m", "context": None, "device": "auto"}
+    asked = {"model": "smollm2-135m", "context": None, "device": "auto", "kv_cache": "auto"}
     one = chat()
     until(lambda: answers(paths, one))
     headers = {"x-localspec-key": KEY}
@@ -213,3 +213,11 @@ def test_what_a_running_engine_has_otherwise(
     asked: tuple[str | None, int | None, str], arguments: list[str], state: dict[str, object], said: list[str]
 ) -> None:
     assert differences(*asked, arguments, state) == said
+
+
+def test_another_cache_type_is_another_engine() -> None:
+    nothing_else = (None, None, "auto")
+    assert differences(*nothing_else, ["--kv-cache", "fp8"], READY, "bf16") == ["the cache type fp8"]
+    assert differences(*nothing_else, [], {}, "fp8") == ["the cache type auto"]
+    assert not differences(*nothing_else, ["--kv-cache", "fp8"], {}, "fp8")
+    assert not differences(*nothing_else, ["--kv-cache", "bf16"], READY, "auto")

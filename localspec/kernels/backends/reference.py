@@ -61,6 +61,7 @@ class ReferenceOps:
     def __init__(self, device: torch.device, activation_dtype: torch.dtype = torch.float32) -> None:
         self.device = device
         self.activation_dtype = activation_dtype
+        self.cache_dtype = activation_dtype
         self.waits = device.type == "cpu"
         self.way = choose_way(device)
 

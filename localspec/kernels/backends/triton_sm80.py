@@ -64,6 +64,7 @@ class TritonOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.cache_dtype = torch.bfloat16
         self._workspace: StreamWorkspace | None = None
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
