@@ -49,7 +49,8 @@ class Attention:
         """Reads the weights under `prefix` ("model.layers.0.self_attn."). Raises ValueError for what is missing."""
         self.shape, self.input_norm, self.inv_freq = shape, input_norm, inv_freq
         scales = read_kv_scales(ops, checkpoint, prefix)
-        checkpoint = with_kv_scales(checkpoint, prefix, scales, float(shape.norm_plus_one) if shape.head_norms else None)
+        norm_offset = float(shape.norm_plus_one) if shape.head_norms else None
+        checkpoint = with_kv_scales(checkpoint, prefix, scales, norm_offset)
         self.score_scale = shape.head_dim**-0.5 * scales.k
         dtype = str(ops.cache_dtype).removeprefix("torch.")
         kv_shape = (shape.num_kv_heads, shape.head_dim)

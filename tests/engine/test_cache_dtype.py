@@ -123,7 +123,7 @@ def test_an_impossible_scale_is_named(bad: torch.Tensor, tmp_path: Path) -> None
     folder = random_checkpoint("qwen3", 5, tmp_path)
     stored = load_file(folder / "model.safetensors")
     save_file({**stored, "model.layers.0.self_attn.k_scale": bad}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="self_attn.k_scale must be one positive number"):
+    with pytest.raises(ValueError, match=r"self_attn\.k_scale must be one positive number"):
         load_model(folder, _ops(torch.float8_e4m3fn))
 
 
