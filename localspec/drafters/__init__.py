@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -69,6 +69,15 @@ class Drafter(Protocol):
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""
+        ...
+
+
+@runtime_checkable
+class Extender(Protocol):
+    """A drafter that can go on behind another's words."""
+
+    def extend(self, draft: Draft, depths: Depths, state: SequenceState) -> Draft:
+        """A Draft of depths.max_depth columns that begins with `draft`, which is at most as wide."""
         ...
 
 

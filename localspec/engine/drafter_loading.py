@@ -75,4 +75,6 @@ def _with_weights(name: str, setup: DrafterSetup, places: DrafterPlaces) -> Draf
     if places.installed_dir is None:
         return None
     folder = places.installed_dir / f"{places.model_id}.{name}"
-    return replace(setup, checkpoint=open_checkpoint(folder), folder=folder) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    return replace(setup, checkpoint=open_checkpoint(folder), folder=folder, target_folder=places.model_folder)

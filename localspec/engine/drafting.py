@@ -1,22 +1,27 @@
 """All drafters of an engine behind one call: each slot gets the drafts of the method that its plan names.
 
-A `+` chain asks its drafters in order; the first that has anything for a slot speaks.
+A `+` chain asks its drafters in order; the first that has anything for a slot speaks, and those that can go on behind
+another's words then fill what is left of the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from localspec.cache.pool import CachePool
-from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Rows, VerifyPlan
+from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, VerifyPlan
 from localspec.core.state import Cache, SequenceState
-from localspec.drafters import Depths, Drafter
+from localspec.drafters import Depths, Drafter, Extender
 
 NO_CACHE = Cache({}, {})
+SMALLEST_CORPUS_TOKENS = 512
+CORPUS_STEP = 4
+UNKNOWN_CONFIDENCE = 0.5
+"""Of drafts whose drafter gives none."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class DrafterSet:
         self._pool = pool
         self._device = device
         self._depth_tensors: dict[tuple[int, ...], Tensor] = {}
+        self._corpus_tokens = [0] * MAX_SLOTS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +76,19 @@ class DrafterSet:
                 # Before another method a drafter speaks only where it is sure, or the other would never be heard.
                 role = _Role(chain, only_sure=part != parts[-1], sampled=sampled)
                 draft = self._speak(self._drafters[part], role, plan, state, draft)
+            if len(parts) > 1:
+                draft = self._go_on(parts, _Role(chain, only_sure=True, sampled=sampled), plan, state, draft)
         return draft
+
+    def corpus_bound(self) -> int:
+        """Host bound of the lengths of the predictions that came with requests, in steps; 0 where there is none.
+
+        Part of what a captured proposal depends on.
+        """
+        longest, bound = max(self._corpus_tokens), SMALLEST_CORPUS_TOKENS
+        while 0 < bound < longest:
+            bound *= CORPUS_STEP
+        return bound if longest else 0
 
     def depths_of(self, plan: VerifyPlan) -> Tensor:
         """[S] int64 drafts that the plan has room for. Kept like every tensor of depths."""
@@ -84,27 +102,45 @@ class DrafterSet:
         for drafter in self._drafters.values():
             drafter.observe(rows, forward, state, self._cache(drafter))
 
-    def forget(self, slot: int) -> None:
+    def admit(self, slot: int, request: Request) -> None:
+        """A slot was given to a request."""
+        self._corpus_tokens[slot] = len(request.prediction_ids)
         for drafter in self._drafters.values():
             drafter.forget(slot)
 
     def _speak(self, drafter: Drafter, role: _Role, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
+        depths = self._depths(plan, role, drafter.max_depth)
+        if not depths.max_depth:
+            return so_far
+        return _first_that_speaks(so_far, drafter.propose(depths, state, self._cache(drafter)))
+
+    def _go_on(self, parts: list[str], role: _Role, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
+        """Fill the rest of the chain's windows, where its last part leaves any."""
+        width = so_far.token_ids.shape[1]
+        depths = self._depths(plan, role, width)
+        last = self._drafters[parts[-1]]
+        if not isinstance(last, Extender) and last.max_depth >= depths.max_depth:
+            return so_far
+        for drafter in (self._drafters[part] for part in parts):
+            if isinstance(drafter, Extender):
+                return drafter.extend(so_far, replace(depths, max_depth=width), state)
+        return so_far
+
+    def _depths(self, plan: VerifyPlan, role: _Role, limit: int) -> Depths:
+        """What the chain's slots may be given, at most `limit` each."""
         wanted = [slot for slot in plan.slots if slot.drafter == role.chain and slot.num_drafts]
         by_slot = [0] * MAX_SLOTS
         for slot in wanted:
-            by_slot[slot.slot] = min(slot.num_drafts, drafter.max_depth)
-        if not any(by_slot):
-            return so_far
-        depths = Depths(
+            by_slot[slot.slot] = min(slot.num_drafts, limit)
+        return Depths(
             depths=self._depth_tensor(tuple(by_slot)),
             max_depth=max(by_slot),
             slots=tuple(slot.slot for slot in wanted),
             length_bounds=tuple(slot.length_bound_tokens for slot in wanted),
             sampled=role.sampled,
             only_sure=role.only_sure,
+            corpus_bound=self.corpus_bound(),
         )
-        draft = drafter.propose(depths, state, self._cache(drafter))
-        return _first_that_speaks(so_far, draft)
 
     def _depth_tensor(self, by_slot: tuple[int, ...]) -> Tensor:
         """[S] int64. Kept, because a captured graph reads it again and may not copy from the host."""
@@ -123,6 +159,7 @@ def _empty_draft(width: int, device: torch.device) -> Draft:
         origins=torch.zeros(MAX_SLOTS, width, dtype=torch.int64, device=device),
         num_drafts=torch.zeros(MAX_SLOTS, dtype=torch.int64, device=device),
         origin_names=(),
+        confidence=torch.zeros(MAX_SLOTS, width, device=device),
     )
 
 
@@ -133,9 +170,18 @@ def _first_that_speaks(first: Draft, second: Draft) -> Draft:
     token_ids = torch.nn.functional.pad(second.token_ids, (0, missing), value=-1)
     origins = torch.nn.functional.pad(second.origins, (0, missing)) + len(first.origin_names)
     speaks = first.num_drafts > 0  # [S]
+    confidence = torch.nn.functional.pad(_confidence(second), (0, missing))
     return Draft(
         token_ids=torch.where(speaks[:, None], first.token_ids, token_ids),
         origins=torch.where(speaks[:, None], first.origins, origins),
         num_drafts=torch.where(speaks, first.num_drafts, second.num_drafts),
         origin_names=(*first.origin_names, *second.origin_names),
+        confidence=torch.where(speaks[:, None], _confidence(first), confidence),
     )
+
+
+def _confidence(draft: Draft) -> Tensor:
+    """[S, K] float32 of a draft."""
+    if draft.confidence is not None:
+        return draft.confidence
+    return torch.where(draft.token_ids >= 0, UNKNOWN_CONFIDENCE, 0.0)

@@ -28,7 +28,7 @@ STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
 Output = TypeVar("Output")
-ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool]
+ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int]
 VerifyKey = tuple[ProposeKey, int, int]
 LawKey = tuple[ProcessorPlan, int | None, bool]
 
@@ -147,7 +147,7 @@ class GraphStep(EagerStep):
     def _propose_key(self, plan: VerifyPlan, needs: StepNeeds) -> ProposeKey:
         slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
         bound = self._bucket(max(slot.length_bound_tokens for slot in plan.slots))
-        return slots, bound, needs.thinking, needs.law.sampled
+        return slots, bound, needs.thinking, needs.law.sampled, self.drafters.corpus_bound()
 
     def _bucket(self, tokens: int) -> int:
         """The bucket of a bound, capped by what a block table can address."""

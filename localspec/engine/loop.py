@@ -223,7 +223,7 @@ class DecodeLoop:
         assert snapshot is None or isinstance(snapshot, dict)
         runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot)
         self._device.admit(sequence.slot, sequence.request)
-        self.stages.drafters.forget(sequence.slot)
+        self.stages.drafters.admit(sequence.slot, sequence.request)
         self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
         self._send_prefill_news(sequence)
 
