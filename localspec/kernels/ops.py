@@ -109,6 +109,23 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        inv_freq: Tensor,
+        pages: tuple[Tensor, Tensor],
+        paging: Paging,
+        positions: Tensor,
+    ) -> Tensor:
+        """`norm_rope` of q and k, and `store_kv` of the turned k and of v, with the bits of those. Returns q [R, H, D].
+
+        norms: of q and k, of one eps and kind; pages: of keys and of values.
+        """
+        ...
+
     def attention(
         self,
         q: Tensor,
@@ -118,10 +135,12 @@ class Ops(Protocol):
         key_begin: Tensor,
         key_end: Tensor,
         scale: float,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """q [R, H, D] over keys [key_begin, key_end) of each row's slot -> [R, H, D]. key_begin, key_end: [R] int64.
 
-        Keys are summed in fixed splits of 256 positions merged in order, so a row's bits do not depend on the others
+        gate: [R, H, D], whose sigmoid multiplies the output before it is rounded. Keys are summed in fixed splits of
+        256 positions merged in order, so a row's bits do not depend on the others
         nor on how many keys lie beyond its own.
         """
         ...
@@ -130,8 +149,9 @@ class Ops(Protocol):
         """silu(gate) * up in float32, rounded once."""
         ...
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate) in float32, rounded once."""
+    def summands(self, weight: LogicalWeight, beside: LogicalWeight) -> tuple[LogicalWeight, ...]:
+        """Weights of `weight`'s shape whose sum it is, as exactly as activations can tell, in a form that `pack` stacks
+        with `beside`: for small projections that should not cost a pass of their own. Just `weight` where none is."""
         ...
 
     def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
@@ -150,7 +170,10 @@ class Ops(Protocol):
 
 @dataclass(frozen=True)
 class GdnInputs:
-    """Projections of the rows. qkv: [R, 2*HK*DK + HV*DV]; z: [R, HV*DV]; a, b: [R, HV]; the rest as in core Rows."""
+    """Projections of the rows. qkv: [R, 2*HK*DK + HV*DV]; z: [R, HV*DV]; the rest as in core Rows.
+
+    a, b: [R, P, HV], to be summed over P (see `Ops.summands`).
+    """
 
     qkv: Tensor
     z: Tensor

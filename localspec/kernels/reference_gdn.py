@@ -76,8 +76,8 @@ def _run_slot(inputs: GdnInputs, weights: GdnWeights, state: GdnState, slot: int
     q = _l2_norm(q.reshape(-1, num_key, key_dim)) * key_dim**-0.5
     k = _l2_norm(k.reshape(-1, num_key, key_dim))
     v = v.reshape(-1, num_value, value_dim)
-    beta = sigmoid(inputs.b[rows].float())  # [r, HV]
-    decay = torch.exp(-torch.exp(weights.a_log) * softplus(inputs.a[rows].float() + weights.dt_bias))
+    beta = sigmoid(inputs.b[rows].float().sum(dim=1))  # [r, HV]
+    decay = torch.exp(-torch.exp(weights.a_log) * softplus(inputs.a[rows].float().sum(dim=1) + weights.dt_bias))
     prefill = inputs.kind == "prefill"
     recurrent = state.recurrent[slot] if prefill else state.recurrent[slot].clone()
     mixed_out = torch.empty_like(v)

@@ -82,31 +82,22 @@ class Attention:
 
     def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
         """x [R, D] -> x + attention [R, D]; writes the rows' keys and values first."""
-        shape, (k_plane, v_plane) = self.shape, self.planes
-        positions = step.rows.positions
-        q, gate, k, v = self._heads(ops, self.qkv(ops, x, self.input_norm), positions)
-        k_pages, v_pages = step.cache.planes[k_plane.name], step.cache.planes[v_plane.name]
-        ops.store_kv(k, k_pages, step.paging, positions)
-        ops.store_kv(v, v_pages, step.paging, positions)
-        mixed = ops.attention(q, k_pages, v_pages, step.paging, step.key_begin, step.key_end, self.score_scale)
-        if gate is not None:
-            mixed = ops.sigmoid_mul(mixed, gate)
+        q, gate, k, v = self._heads(self.qkv(ops, x, self.input_norm))
+        pages = (step.cache.planes[self.planes[0].name], step.cache.planes[self.planes[1].name])
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        q = ops.norm_rope_store(q, k, v, norms, self.inv_freq, pages, step.paging, step.rows.positions)
+        mixed = ops.attention(q, *pages, step.paging, step.key_begin, step.key_end, self.score_scale, gate)
         return ops.linear(mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias)
 
-    def _heads(self, ops: Ops, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """joined [R, N] -> q [R, H, D] and k [R, Hkv, D] turned to their positions, gate [R, H, D] or None, v as k."""
+    def _heads(self, joined: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """joined [R, N] -> q [R, H, D], gate as q or None, k and v [R, Hkv, D], as they were projected."""
         num_heads, num_kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         heads = joined.view(joined.shape[0], -1, head_dim)
-        v = heads[:, -num_kv_heads:]
-        if self.q_norm is None and not self.shape.gated:
-            # Without norms queries and keys turn alike, in one call.
-            turned = ops.norm_rope(heads[:, :-num_kv_heads], None, positions, self.inv_freq)
-            return turned[:, :num_heads], None, turned[:, num_heads:], v
-        q, gate = heads[:, : -2 * num_kv_heads], None
-        if self.shape.gated:
-            q, gate = q.view(-1, num_heads, 2, head_dim).unbind(2)
-        q = ops.norm_rope(q, self.q_norm, positions, self.inv_freq)
-        k = ops.norm_rope(heads[:, -2 * num_kv_heads : -num_kv_heads], self.k_norm, positions, self.inv_freq)
+        k, v = heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
+        q = heads[:, : -2 * num_kv_heads]
+        if not self.shape.gated:
+            return q, None, k, v
+        q, gate = q.view(-1, num_heads, 2, head_dim).unbind(2)
         return q, gate, k, v
 
     def fold(self, ops: Ops, cache: Cache, pending_rows: Tensor) -> None:

@@ -12,7 +12,7 @@ from localspec.core.records import MAX_ROWS
 from localspec.core.state import Cache
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Ops
-from localspec.layers.linear import check_shape, load_projections, load_vector
+from localspec.layers.linear import check_shape, load_vector, pack_projections
 from localspec.layers.step import LayerStep
 
 
@@ -47,11 +47,16 @@ class DeltaNet:
     ) -> None:
         """Reads the weights under `prefix` ("model.layers.0.linear_attn."). Raises ValueError for what is missing."""
         self.input_norm, self.name = input_norm, f"gdn.{layer}"
-        names = tuple(f"{prefix}in_proj_{part}" for part in ("qkv", "z", "a", "b"))
-        self.inputs = load_projections(ops, checkpoint, names)
         heads = shape.num_value_heads
-        if self.inputs.sizes != (shape.conv_width, shape.value_width, heads, heads):
-            raise ValueError(f"{prefix}in_proj_qkv, z, a, b have {self.inputs.sizes} rows; the heads ask for others")
+        rows = {"qkv": shape.conv_width, "z": shape.value_width, "a": heads, "b": heads}
+        qkv, z, a, b = (
+            check_shape(checkpoint.weight(name), name, (count, shape.hidden_size))
+            for name, count in ((f"{prefix}in_proj_{part}.weight", count) for part, count in rows.items())
+        )
+        # Two gates of a few rows should not cost passes of their own.
+        gates = (ops.summands(a, beside=z), ops.summands(b, beside=z))
+        self.gate_parts = len(gates[0])
+        self.inputs = pack_projections(ops, (qkv, z, *gates[0], *gates[1]))
         output = checkpoint.weight(f"{prefix}out_proj.weight")
         self.output = ops.pack(
             [check_shape(output, f"{prefix}out_proj.weight", (shape.hidden_size, shape.value_width))]
@@ -73,7 +78,10 @@ class DeltaNet:
 
     def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
         """x [R, D] -> x + mixed [R, D]; a verify window is recorded, a prefill chunk is committed."""
-        qkv, z, a, b = torch.split(self.inputs(ops, x, self.input_norm), list(self.inputs.sizes), dim=1)
+        joined, sizes = self.inputs(ops, x, self.input_norm), self.inputs.sizes
+        gate_width = self.gate_parts * sizes[2]
+        qkv, z, *gates = torch.split(joined, [*sizes[:2], gate_width, gate_width], dim=1)
+        a, b = (gate.view(len(gate), self.gate_parts, sizes[2]) for gate in gates)
         rows = step.rows
         inputs = GdnInputs(qkv, z, a, b, rows.kind, rows.slots, rows.window_starts, rows.window_rows, rows.pending_rows)
         mixed = ops.gdn(inputs, self.weights, self._state(step.cache))

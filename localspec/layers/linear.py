@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -40,17 +40,22 @@ def load_projections(ops: Ops, checkpoint: Checkpoint, names: tuple[str, ...], b
 
     Raises ValueError for what is missing or does not fit.
     """
-    weights = [checkpoint.weight(f"{name}.weight") for name in names]
-    packed: list[PackedWeight] = []
-    biases: list[Tensor | None] = []
-    at = 0
-    for _, members in groupby(weights, key=type):
-        parts = list(members)
-        group_names = names[at : at + len(parts)]
-        at += len(parts)
-        packed.append(ops.pack(parts))
-        biases.append(_load_biases(ops, checkpoint, group_names, parts) if bias else None)
-    return Projections(tuple(packed), tuple(biases), tuple(weight.shape[0] for weight in weights))
+    weights = tuple(checkpoint.weight(f"{name}.weight") for name in names)
+    projections = pack_projections(ops, weights)
+    if not bias:
+        return projections
+    vectors = [
+        load_vector(ops, checkpoint, f"{name}.bias", (size,))
+        for name, size in zip(names, projections.sizes, strict=True)
+    ]
+    by_rows = torch.split(torch.cat(vectors), [weight.shape[0] for weight in projections.weights])
+    return replace(projections, biases=tuple(each.contiguous() for each in by_rows))
+
+
+def pack_projections(ops: Ops, weights: tuple[LogicalWeight, ...]) -> Projections:
+    """Pack neighbours of equal form together. Raises ValueError for what does not fit."""
+    packed = tuple(ops.pack(list(members)) for _, members in groupby(weights, key=type))
+    return Projections(packed, (None,) * len(packed), tuple(weight.shape[0] for weight in weights))
 
 
 def load_vector(ops: Ops, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -66,12 +71,3 @@ def check_shape(weight: LogicalWeight, name: str, shape: tuple[int, int]) -> Log
     if weight.shape != shape:
         raise ValueError(f"{name} has shape {weight.shape}, the config asks for {shape}")
     return weight
-
-
-def _load_biases(ops: Ops, checkpoint: Checkpoint, names: tuple[str, ...], parts: list[LogicalWeight]) -> Tensor:
-    return torch.cat(
-        [
-            load_vector(ops, checkpoint, f"{name}.bias", (part.shape[0],))
-            for name, part in zip(names, parts, strict=True)
-        ]
-    )

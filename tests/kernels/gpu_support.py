@@ -66,8 +66,10 @@ def gdn_case(
         return torch.randn(*shape, generator=generator, device=DEVICE)
 
     channels, values = 2 * hk * dk + hv * dv, hv * dv
-    joined = randn(num_rows, channels + values + 2 * hv).to(torch.bfloat16)
-    qkv, z, a, b = joined.split((channels, values, hv, hv), dim=1)
+    parts = 1 + seed % 3  # the gates come as sums of so many
+    joined = randn(num_rows, channels + values + 2 * parts * hv).to(torch.bfloat16)
+    qkv, z, a, b = joined.split((channels, values, parts * hv, parts * hv), dim=1)
+    a, b = a.unflatten(1, (parts, hv)), b.unflatten(1, (parts, hv))
     weights = GdnWeights(
         *(randn(channels, taps) * 0.5, randn(hv) * 0.5, randn(hv), randn(dv).abs() + 0.5, 1e-6, hk, hv, dk, dv)
     )

@@ -60,7 +60,7 @@ _PREFILL = {
     "ASM": True,
 }
 _PREFILL_TILES = {target: {"BLOCK_N": 64} for target in (80, 86, 89)} | {120: {"V_PARTS": 2}}
-_ROPE = {"D": 256, "D_PADDED": 256, "PAGE": 64, "NORM": True, "PLUS_ONE": True, "FP8": True}
+_ROPE = {"D": 256, "D_PADDED": 256, "PAGE": 64, "NORM": True, "PLUS_ONE": True, "FP8": True, "PDL": False}
 _ROPE_TYPES = {
     **{name: BF16 for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")},
     **{"positions_ptr": INT64, "slots_ptr": INT64, "tables_ptr": INT32, "k_pages_ptr": BYTES, "v_pages_ptr": BYTES},
@@ -71,7 +71,7 @@ CASES = (
         "gdn",
         "gdn_prepare_kernel",
         _PROJECTED | _WINDOW,
-        {**HEADS, **_STEP, "TAPS": 4, "EPS": 1e-6},
+        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "EPS": 1e-6},
         by_target=_DEPENDENT,
     ),
     Case(
@@ -150,7 +150,14 @@ CASES = (
         8,
         targets=(90, 100),
     ),
-    Case("norm_rope", "norm_rope_store_kernel", _ROPE_TYPES, {**_ROPE, "H": 24, "HEADS_KV": 4, "HEADS_V": 4}, 1),
+    Case(
+        "norm_rope",
+        "norm_rope_store_kernel",
+        _ROPE_TYPES,
+        {**_ROPE, "H": 24, "HEADS_KV": 4, "HEADS_V": 4},
+        1,
+        by_target=_DEPENDENT,
+    ),
     Case(
         "elementwise", "rms_norm_kernel", {"x_ptr": BF16, "out_ptr": BF16}, {"PLUS_ONE": True, "BLOCK_WIDTH": 8192}, 16
     ),

@@ -42,7 +42,10 @@ def _inputs(
     for slot, (start, count) in windows.items():
         slots[start : start + count] = slot
     as_tensor = torch.tensor
-    return GdnInputs(*rows, kind, slots, as_tensor(starts), as_tensor(counts), as_tensor(pending))  # type: ignore[arg-type]
+    qkv, z, a, b = rows
+    return GdnInputs(
+        qkv, z, a[:, None], b[:, None], kind, slots, as_tensor(starts), as_tensor(counts), as_tensor(pending)
+    )  # type: ignore[arg-type]
 
 
 def _formula(rows: tuple[torch.Tensor, ...], weights: GdnWeights, state: GdnState, slot: int) -> torch.Tensor:

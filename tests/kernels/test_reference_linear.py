@@ -122,11 +122,10 @@ def test_norms_and_rotations_keep_a_rows_bits(width: int) -> None:
     x, norm = torch.randn(64, 2, width), Norm(torch.rand(width), 1e-6, plus_one=True)
     positions, inv_freq = torch.randint(0, 5000, (64,)), torch.rand(width // 4)
     normed, turned = ops.rms_norm(x, norm), ops.norm_rope(x, norm, positions, inv_freq)
-    products = ops.silu_mul(x, x + 1), ops.sigmoid_mul(x, x + 1)
+    product = ops.silu_mul(x, x + 1)
     for rows in range(1, 17):
         for start in (0, 5, 64 - rows):
             part = slice(start, start + rows)
             assert torch.equal(ops.rms_norm(x[part], norm), normed[part])
             assert torch.equal(ops.norm_rope(x[part], norm, positions[part], inv_freq), turned[part])
-            assert torch.equal(ops.silu_mul(x[part], x[part] + 1), products[0][part])
-            assert torch.equal(ops.sigmoid_mul(x[part], x[part] + 1), products[1][part])
+            assert torch.equal(ops.silu_mul(x[part], x[part] + 1), product[part])

@@ -133,6 +133,23 @@ class ReferenceOps:
             offset = places[first] % PAGE_TOKENS
             pages[page, offset : offset + last - first].copy_(values[first:last])
 
+    def norm_rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        inv_freq: Tensor,
+        pages: tuple[Tensor, Tensor],
+        paging: Paging,
+        positions: Tensor,
+    ) -> Tensor:
+        """See `Ops.norm_rope_store`."""
+        of_q, of_k = norms or (None, None)
+        self.store_kv(self.norm_rope(k, of_k, positions, inv_freq), pages[0], paging, positions)
+        self.store_kv(v, pages[1], paging, positions)
+        return self.norm_rope(q, of_q, positions, inv_freq)
+
     def attention(
         self,
         q: Tensor,
@@ -142,18 +159,21 @@ class ReferenceOps:
         key_begin: Tensor,
         key_end: Tensor,
         scale: float,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`; output rows of padding are zero."""
         slots = paging.slots.tolist()
-        return paged_attention(q, k_pages, v_pages, paging.block_tables, slots, key_begin, key_end, scale)
+        mixed = paged_attention(q, k_pages, v_pages, paging.block_tables, slots, key_begin, key_end, scale)
+        return mixed if gate is None else (mixed.float() * sigmoid(gate.float())).to(mixed.dtype)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
         return (silu(gate.float()) * up.float()).to(gate.dtype)
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See `Ops.sigmoid_mul`."""
-        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+    def summands(self, weight: LogicalWeight, beside: LogicalWeight) -> tuple[LogicalWeight, ...]:
+        """See `Ops.summands`. Everything is float32 here, so all weights stack."""
+        del beside
+        return (weight,)
 
     def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
         """See `Ops.gdn`. Rows run one after the other, in prefill too."""

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from localspec.kernels.compat import version_problem
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
-from localspec.kernels.nvfp4_pack import Nvfp4Weight, PackedNvfp4, pack_small_m
+from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
+from localspec.kernels.nvfp4_summands import nvfp4_summands
 from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
 from localspec.kernels.triton import attention as decode
 from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope
@@ -130,7 +131,7 @@ class TritonOps:
         """See `Ops.norm_rope`."""
         return norm_rope.norm_rope(x, norm, positions, inv_freq)
 
-    def norm_rope_store(  # beyond `Ops`: three launches of an attention layer in one
+    def norm_rope_store(
         self,
         q: Tensor,
         k: Tensor,
@@ -141,7 +142,7 @@ class TritonOps:
         paging: Paging,
         positions: Tensor,
     ) -> Tensor:
-        """`norm_rope` of q and k and `store_kv` of k and v, with the same bits. Returns q [R, H, D]."""
+        """See `Ops.norm_rope_store`: one launch."""
         return norm_rope.norm_rope_store(q, k, v, norms, inv_freq, pages, paging, positions)
 
     def store_kv(self, values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -> None:
@@ -157,6 +158,7 @@ class TritonOps:
         key_begin: Tensor,
         key_end: Tensor,
         scale: float,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`; output rows of padding are zero.
 
@@ -164,24 +166,28 @@ class TritonOps:
         """
         num_rows = q.shape[0]
         if num_rows <= SMALL_ROWS:
-            return decode.paged_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale)
+            return decode.paged_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale, gate)
         if num_rows % PREFILL_ROW_MULTIPLE == 0:
-            return prefill_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale)
+            mixed = prefill_attention(q, k_pages, v_pages, paging, (key_begin, key_end), scale)
+            return mixed if gate is None else elementwise.gated(mixed, gate, silu=False)
         windows = []
         for first in range(0, num_rows, SMALL_ROWS):
             rows = slice(first, first + SMALL_ROWS)
             window = Paging(paging.block_tables, paging.slots[rows], paging.max_key_bound)
             bounds = key_begin[rows], key_end[rows]
-            windows.append(decode.paged_attention(q[rows], k_pages, v_pages, window, bounds, scale))
+            own_gate = None if gate is None else gate[rows]
+            windows.append(decode.paged_attention(q[rows], k_pages, v_pages, window, bounds, scale, own_gate))
         return torch.cat(windows)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
         return elementwise.gated(up, gate, silu=True)
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See `Ops.sigmoid_mul`."""
-        return elementwise.gated(x, gate, silu=False)
+    def summands(self, weight: LogicalWeight, beside: LogicalWeight) -> tuple[LogicalWeight, ...]:
+        """See `Ops.summands`: three NVFP4 weights where `beside` is NVFP4 and `weight` is not."""
+        if not isinstance(beside, Nvfp4Weight) or isinstance(weight, Nvfp4Weight) or weight.shape[1] % BLOCK:
+            return (weight,)
+        return nvfp4_summands(weight.dequantise().to(self.device))
 
     def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
         """See `Ops.gdn`. Prefill multiplies in tf32 with float32 sums; the state stays float32."""

@@ -135,6 +135,15 @@ def attention_split_kernel(
         tl.store(acc_ptr + place[None, :] * D + dims[:, None], acc, mask=valid[None, :])
 
 
+@triton.jit
+def load_part(acc_ptr, top_ptr, sum_ptr, place, dims, present, D: tl.constexpr):
+    """Parts of one row and head -> acc [BLOCK_D, M], top [M], sum of weights [M]; absent ones are empty."""
+    top = tl.load(top_ptr + place, mask=present, other=float("-inf"))
+    weight_sum = tl.load(sum_ptr + place, mask=present, other=0.0)
+    acc = tl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=present[None, :], other=0.0)
+    return acc, top, weight_sum
+
+
 @triton.jit(do_not_specialize=["num_rows", "max_parts", "fine_keys"])
 def attention_merge_kernel(
     acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, fine_keys,
@@ -163,19 +172,19 @@ def attention_merge_kernel(
     total_sum = 0.0
     for batch in range(begin // (BLOCK * BLOCKS), tl.cdiv(end, BLOCK * BLOCKS), MERGE):
         groups = batch + tl.arange(0, MERGE)
-        acc = tl.zeros([BLOCK_D, MERGE], tl.float32)
-        top = tl.full([MERGE], float("-inf"), tl.float32)
-        weight_sum = tl.zeros([MERGE], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            index = groups * BLOCKS + block
-            # A coarse part stands for its whole group; the other places are empty.
-            present = (index >= begin // BLOCK) & (index < tl.cdiv(end, BLOCK))
-            present = tl.where(fine, present, (groups * (BLOCK * BLOCKS) < end) & (block == 0))
-            place = base + tl.where(fine, index, groups)
-            part_top = tl.load(top_ptr + place, mask=present, other=float("-inf"))
-            part_sum = tl.load(sum_ptr + place, mask=present, other=0.0)
-            part = tl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=present[None, :], other=0.0)
-            acc, top, weight_sum = fold(acc, top, weight_sum, part, part_top, part_sum)
+        if fine:
+            acc = tl.zeros([BLOCK_D, MERGE], tl.float32)
+            top = tl.full([MERGE], float("-inf"), tl.float32)
+            weight_sum = tl.zeros([MERGE], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                index = groups * BLOCKS + block
+                present = (index >= begin // BLOCK) & (index < tl.cdiv(end, BLOCK))
+                part, part_top, part_sum = load_part(acc_ptr, top_ptr, sum_ptr, base + index, dims, present, D)
+                acc, top, weight_sum = fold(acc, top, weight_sum, part, part_top, part_sum)
+        else:
+            # A coarse part is its whole group, folded already; folding it into nothing would give its own bits.
+            present = groups * (BLOCK * BLOCKS) < end
+            acc, top, weight_sum = load_part(acc_ptr, top_ptr, sum_ptr, base + groups, dims, present, D)
         new_top = tl.maximum(total_top, tl.max(top, axis=0))
         keep = tl.exp2(total_top - new_top)
         share = tl.exp2(top - new_top)

@@ -119,11 +119,20 @@ def store_columns(
 
 
 @triton.jit
+def sum_parts(pointers, inside, stride, PARTS: tl.constexpr):
+    """Values given as a sum of PARTS, `stride` apart -> [T] float32, added in order."""
+    total = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointers + part * stride, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def gdn_prepare_kernel(
     qkv_ptr, a_ptr, b_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, ring_k_ptr, ring_decay_ptr, starts_ptr,
     counts_ptr, pending_ptr, q_ptr, v_ptr, beta_ptr, old_k_ptr, old_decay_ptr, qkv_stride, a_stride, b_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
-    EPS: tl.constexpr, PDL: tl.constexpr,
+    GATE_PARTS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (2 * HK + HV, S): a query, key or value head of a slot.
 
@@ -163,19 +172,19 @@ def gdn_prepare_kernel(
         store_columns(qkv, conv, key_history, key_channels, rows, count, qkv_stride, TAPS, COLUMNS)
     else:
         value_head = head - 2 * HK
+        b = sum_parts(b_ptr + (start + rows) * b_stride + value_head, inside, HV, GATE_PARTS)
+        tl.store(beta_ptr + (start + rows) * HV + value_head, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
         values = value_head * DV + tl.arange(0, DV)
         channels = 2 * HK * DK + values
         history = kept_columns(conv, channels, pending, TAPS, COLUMNS)
         gates = (slot * RING + rows) * HV + value_head
         old_decay = tl.load(ring_decay_ptr + gates, mask=waiting, other=0.0)
-        a = tl.load(a_ptr + (start + rows) * a_stride + value_head, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + (start + rows) * b_stride + value_head, mask=inside, other=0.0).to(tl.float32)
+        a = sum_parts(a_ptr + (start + rows) * a_stride + value_head, inside, HV, GATE_PARTS)
         rate = tl.exp(tl.load(a_log_ptr + value_head).to(tl.float32))
         decay = tl.exp(-rate * softplus(a + tl.load(dt_bias_ptr + value_head).to(tl.float32)))
         value = convolve(qkv, conv, conv_weight_ptr, channels, rows, count, pending, qkv_stride, TAPS, COLUMNS, True)
         tl.debug_barrier()
         tl.store(v_ptr + (start + rows)[:, None] * (HV * DV) + values[None, :], value, mask=inside[:, None])
-        tl.store(beta_ptr + (start + rows) * HV + value_head, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
         tl.store(old_decay_ptr + gates, old_decay, mask=waiting)
         tl.store(ring_decay_ptr + gates, decay, mask=inside)
         store_columns(qkv, conv, history, channels, rows, count, qkv_stride, TAPS, COLUMNS)
@@ -307,6 +316,9 @@ def check_gdn(inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> None:
     for name, tensor in strided.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension")
+    for name, tensor in (("a", inputs.a), ("b", inputs.b)):
+        if tensor.ndim != 3 or tensor.stride(1) != weights.num_value_heads or tensor.shape[1] != inputs.a.shape[1]:
+            raise ValueError(f"{name} must be [R, parts, value heads], equally many parts as a, one after the other")
     packed = {
         "recurrent": state.recurrent,
         "conv": state.conv,
@@ -346,7 +358,7 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
         *(inputs.qkv, inputs.a, inputs.b, weights.conv, weights.a_log, weights.dt_bias),
         *(state.conv, state.ring_k, state.ring_decay, *window, q, v, beta, old_k, old_decay),
         *(inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0)),
-        **{"TAPS": weights.conv.shape[1], "EPS": L2_EPS, "num_warps": 4},
+        **{"TAPS": weights.conv.shape[1], "GATE_PARTS": inputs.a.shape[1], "EPS": L2_EPS, "num_warps": 4},
         **shared,
     )
     block_v = min(VALUE_BLOCK, dv)

@@ -307,6 +307,7 @@ def gdn_prefill(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Te
     if weights.key_head_dim < 32:
         raise ValueError(f"key_head_dim is {weights.key_head_dim}; prefill needs 32 or more")
     num_rows, num_slots = inputs.qkv.shape[0], state.ring_k.shape[0]
+    a, b = (gate.sum(dim=1, dtype=torch.float32) for gate in (inputs.a, inputs.b))
     channels, columns = state.conv.shape[1:]
     taps = weights.conv.shape[1]
     gdn_fold(state, torch.where(inputs.window_rows > 0, inputs.pending_rows, 0))
@@ -316,9 +317,9 @@ def gdn_prefill(inputs: GdnInputs, weights: GdnWeights, state: GdnState, out: Te
     window = (inputs.window_starts, inputs.window_rows)
     chunks, slots = triton.cdiv(num_rows, CHUNK), triton.next_power_of_2(num_slots)
     gdn_chunk_prepare_kernel[(chunks, 2 * hk + hv)](
-        *(inputs.qkv, inputs.a, inputs.b, weights.conv, weights.a_log, weights.dt_bias, state.conv, *window),
+        *(inputs.qkv, a, b, weights.conv, weights.a_log, weights.dt_bias, state.conv, *window),
         *(scratch.q, scratch.k, scratch.mixed, scratch.beta, scratch.log_decay, num_rows, num_slots),
-        *(inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0)),
+        *(inputs.qkv.stride(0), a.stride(0), b.stride(0)),
         **heads,
         **{"TAPS": taps, "COLUMNS": columns, "SLOTS": slots, "TILE": CHUNK, "PART": 16, "EPS": L2_EPS},
         num_warps=4,

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import Norm, Paging
 from localspec.kernels.triton.cache_values import PAGE_TOKENS, cache_bytes, e4m3_from_float32
+from localspec.kernels.triton.cards import dependent_launch
 
 
 @triton.jit
@@ -89,11 +91,15 @@ def norm_rope_store_kernel(
     v_pages_ptr, out_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     table_stride, half, eps, H: tl.constexpr, HEADS_KV: tl.constexpr, HEADS_V: tl.constexpr, D: tl.constexpr,
     D_PADDED: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, H + HEADS_KV + HEADS_V): H query heads to out_ptr [R, H, D]; key and value heads into the pages.
 
     A part that is not there has zero heads. Keys and values of padding rows (slot -1) are not written.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + row)
@@ -133,6 +139,12 @@ def _launch_width(head_dim: int) -> tuple[int, int]:
     return triton.next_power_of_2(head_dim), 1
 
 
+def _dependent(x: Tensor) -> dict[str, bool]:
+    """Launch options: whether the kernel may start while the one before it ends."""
+    pdl = dependent_launch(x.device)
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
 def norm_rope(x: Tensor, norm: Norm | None, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """See `Ops.norm_rope`."""
     _check("x", x)
@@ -153,6 +165,7 @@ def norm_rope(x: Tensor, norm: Norm | None, positions: Tensor, inv_freq: Tensor)
         PLUS_ONE=norm is not None and norm.plus_one,
         FP8=False,
         num_warps=num_warps,
+        **_dependent(x),
     )
     return out
 
@@ -177,6 +190,7 @@ def store_kv(values: Tensor, pages: Tensor, paging: Paging, positions: Tensor) -
         PLUS_ONE=False,
         FP8=fp8,
         num_warps=num_warps,
+        **_dependent(values),
     )
 
 
@@ -219,5 +233,6 @@ def norm_rope_store(
         PLUS_ONE=norms is not None and norms[0].plus_one,
         FP8=fp8,
         num_warps=num_warps,
+        **_dependent(q),
     )
     return out
