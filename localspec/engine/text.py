@@ -15,7 +15,7 @@ from localspec.core.records import Request, ThinkingRule
 from localspec.engine.template import ChatTemplate
 from localspec.engine.text_stream import PhaseTracker, TextStream
 from localspec.engine.tokenizer import Tokenizer
-from localspec.engine.tool_grammar import tool_call_grammar
+from localspec.engine.tool_grammar import CallRule, tool_call_grammar
 from localspec.sampling.grammar import GrammarCompiler, GrammarRefused, RequestGrammar
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -78,7 +78,7 @@ class TextStage:
         wanted = request.max_tokens if request.max_tokens is not None and request.max_tokens > 0 else room
         thinking_open = text is not None and text.rstrip().endswith(THINK_START)
         sampling = request.sampling
-        grammar = request.grammar or self._tool_grammar(request)
+        grammar = self._tool_grammar(request) or request.grammar
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
         core = Request(
             request_id=request.request_id,
@@ -111,8 +111,22 @@ class TextStage:
         may_think = (
             bool(request.messages) and not closed and request.template_options.get("enable_thinking") is not False
         )
+        thinking = prepared.request.thinking
         try:
-            return self._grammars.compile(grammar, prepared.request.thinking, may_think)
+            return self._compiled(grammar, thinking, may_think)
+        except EngineError:
+            if grammar is request.grammar or self._call_rule(request).is_demanded:
+                raise
+        # Tools that may be called, not must: they work without a grammar, the port reads what the model writes.
+        return self._compiled(request.grammar, thinking, may_think)
+
+    def _compiled(
+        self, grammar: Grammar | None, thinking: ThinkingRule | None, may_think: bool
+    ) -> RequestGrammar | None:
+        if grammar is None:
+            return None
+        try:
+            return self._grammars.compile(grammar, thinking, may_think)
         except GrammarRefused as error:
             raise EngineError("bad_request", str(error)) from error
 
@@ -194,11 +208,20 @@ class TextStage:
         )
 
     def _tool_grammar(self, request: GenerateRequest) -> Grammar | None:
-        """Where a call is demanded: the form in which this model's template writes calls, None for unknown forms."""
-        if request.template_options.get("tool_choice") != "required":
-            return None
+        """What tools ask of the answer, in the form in which this model's template writes calls."""
         marks = tuple(self.tokenizer.token_id(mark) for mark in (TOOL_START, TOOL_END))
-        return tool_call_grammar(request.tools, self._template_source, marks)
+        try:
+            return tool_call_grammar(request.tools, self._template_source, marks, self._call_rule(request))
+        except RecursionError:
+            raise EngineError("bad_request", "the schema of a tool is nested too deeply") from None
+
+    def _call_rule(self, request: GenerateRequest) -> CallRule:
+        options = request.template_options
+        return CallRule(
+            is_demanded=options.get("tool_choice") == "required",
+            several=options.get("parallel_tool_calls") is not False,
+            answer=request.grammar,
+        )
 
     def _stop_ids(self) -> tuple[int, ...]:
         value = self.generation.get("eos_token_id")

@@ -29,6 +29,9 @@ from localspec.api.types import (
 )
 from localspec.server.stream import CallArguments, CallStart, Piece, SplitOptions, Splitter, TextPiece
 
+MAX_TOKENS_BEHIND_CALLS = 8
+"""How long to wait, when all wanted calls are there, for the engine to end by itself: a tag and the end token."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -97,7 +100,7 @@ async def run(
     for a whole one. Close it to cancel.
     """
     splitter: Splitter | None = None
-    usage, done = _Count(), None
+    usage, done, n_behind = _Count(), None, 0
     async with closing(engine.generate(request)) as events:
         async for event in events:
             if isinstance(event, Done):
@@ -106,8 +109,9 @@ async def run(
                 usage.add(event)
                 if splitter is None and event.text:
                     splitter = _splitter(request, event, max_calls, splits)
+                n_behind += len(event.token_ids) if splitter and splitter.done else 0
                 yield Step(tuple(splitter.feed(event.text)) if splitter else (), event)
-                if splitter and splitter.done:
+                if n_behind > MAX_TOKENS_BEHIND_CALLS:
                     break
             else:
                 usage.prompt_tokens = event.total_tokens if isinstance(event, Prefill) else usage.prompt_tokens
@@ -116,7 +120,7 @@ async def run(
         rest = splitter.finish()
         if rest:
             yield Step(tuple(rest), None)
-    yield _finished(done, usage, splitter.n_calls if splitter else 0)
+    yield _finished(done, usage, splitter)
 
 
 async def collect(engine: Engine, request: GenerateRequest, max_calls: int | None = None, splits: bool = True) -> Reply:
@@ -203,9 +207,12 @@ def _whole(done: Done) -> Done:
     return done
 
 
-def _finished(done: Done | None, count: _Count, n_calls: int) -> Finished:
+def _finished(done: Done | None, count: _Count, splitter: Splitter | None) -> Finished:
     if done is None:
         timings = Timings(verify_steps=count.steps, draft_n=count.drafted, draft_n_accepted=count.accepted)
         return Finished("tool_calls", Usage(count.prompt_tokens, count.completion_tokens), timings)
-    reason: FinishReason = "tool_calls" if n_calls and done.finish_reason == "stop" else done.finish_reason
+    reason: FinishReason = done.finish_reason
+    # The wanted calls are whole, though the room may have ended within the tag that closes the last.
+    if splitter is not None and (splitter.done or (splitter.n_calls and reason == "stop")):
+        reason = "tool_calls"
     return Finished(reason, done.usage, done.timings, done.stop_text)

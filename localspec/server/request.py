@@ -252,22 +252,45 @@ def read_tools(fields: Fields) -> Choice:
     tools = tuple(tool for tool in map(_function_tool, fields.items("tools")) if tool is not None)
     max_calls = None if fields.flag("parallel_tool_calls", True) else 1
     how = fields.value("tool_choice")
+    if isinstance(how, dict) and how.get("type") == "allowed_tools":
+        how, tools = _allowed(fields.object("tool_choice") or Fields({}), tools)
     if how in (None, "auto"):
-        return Choice(tools, max_calls)
+        return _choice(tools, max_calls)
     if how == "none":
         return Choice()
     if how in ("required", "any"):
-        return Choice(_need(tools), max_calls, template_options={"tool_choice": "required"})
+        return _choice(_need(tools), max_calls, is_demanded=True)
     if not isinstance(how, dict):
         raise bad("tool_choice must be auto, none, required or the name of a function.", "tool_choice")
     inner = how.get("function", how)
     name = inner.get("name") if isinstance(inner, dict) else None
-    if how.get("type") == "allowed_tools":
-        return Choice(tools, max_calls)
-    named = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    return _choice(_named(tools, {name}), 1, is_demanded=True, is_named=True)
+
+
+def _choice(
+    tools: tuple[Mapping[str, Any], ...], max_calls: int | None, is_demanded: bool = False, is_named: bool = False
+) -> Choice:
+    """With what the engine makes a grammar of; the names are those that OpenAI has for them."""
+    options: dict[str, Any] = {"tool_choice": "required"} if is_demanded else {}
+    if tools and max_calls == 1:
+        options["parallel_tool_calls"] = False
+    return Choice(tools, max_calls, is_named, options)
+
+
+def _allowed(choice: Fields, tools: tuple[Mapping[str, Any], ...]) -> tuple[Any, tuple[Mapping[str, Any], ...]]:
+    """Mode and tools of `allowed_tools`, nested (chat) or flat (responses)."""
+    inner = choice.object("allowed_tools") or choice
+    listed = [Fields(item, inner.name("tools[]")) for item in inner.items("tools")]
+    names = {(item.object("function") or item).text("name") for item in listed}
+    return inner.text("mode", "auto"), _named(tools, names) if names else tools
+
+
+def _named(tools: tuple[Mapping[str, Any], ...], names: set[str | None]) -> tuple[Mapping[str, Any], ...]:
+    named = tuple(tool for tool in tools if tool["function"]["name"] in names)
     if not named:
-        raise bad(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
-    return Choice(named, 1, True, {"tool_choice": "required"})
+        words = ", ".join(repr(name)[:60] for name in names)
+        raise bad(f"tool_choice names {words}, which is not among the tools.", "tool_choice")
+    return named
 
 
 def _need(tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:

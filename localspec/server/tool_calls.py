@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CALL_KEYS = ("name", "type", "arguments", "parameters", "id")
+MAX_REFERENCES = 8
+"""How deep types are looked for; schemas may refer to themselves."""
 _PARAMETER_OPEN, _PARAMETER_CLOSE, _FUNCTION_CLOSE = "<parameter=", "</parameter>", "</function>"
 
 
@@ -297,10 +299,15 @@ def _types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """JSON types that the schema allows for a parameter; empty when it does not say."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_each_type(found)) if isinstance(found, Mapping) else frozenset()
+    return frozenset(_each_type(found, schema, 0)) if isinstance(found, Mapping) else frozenset()
 
 
-def _each_type(schema: Mapping[str, Any]) -> Iterator[str]:
+def _each_type(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    if depth > MAX_REFERENCES:
+        return
+    target = _target(schema, root)
+    if target is not None:
+        yield from _each_type(target, root, depth + 1)
     kind = schema.get("type")
     if isinstance(kind, str):
         yield kind
@@ -310,9 +317,20 @@ def _each_type(schema: Mapping[str, Any]) -> Iterator[str]:
         options = schema.get(word)
         for option in options if isinstance(options, list) else ():
             if isinstance(option, Mapping):
-                yield from _each_type(option)
+                yield from _each_type(option, root, depth + 1)
     if kind is None and isinstance(schema.get("properties"), Mapping):
         yield "object"
+
+
+def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a reference into the tool's own schema points to, such as `#/$defs/Point`."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def _json_value(text: str, types: frozenset[str]) -> str:

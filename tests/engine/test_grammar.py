@@ -14,12 +14,14 @@ import jsonschema
 import pytest
 import torch
 
-from localspec.api.types import Delta, Done, EngineError, GenerateRequest, Grammar, Message, Sampling
+from localspec.api.types import Delta, Done, EngineError, GenerateRequest, Grammar, Message, Sampling, ToolCall
 from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
 from localspec.engine.build import EngineOptions, ModelPlace
 from localspec.engine.engine import LocalEngine
+from localspec.server.generation import Reply, Step
+from localspec.server.stream import SplitOptions, Splitter
 from tests.helpers.tiny_text import byte_tokenizer, tiny_text_model
 
 pytestmark = pytest.mark.torch
@@ -208,17 +210,66 @@ TOOL = {
 }
 
 
-def test_a_demanded_call_is_made(engine: LocalEngine) -> None:
-    """The tiny template writes calls as Hermes does."""
+FORMS = {
+    "hermes": '<tool_call> {"name": ..., "arguments": ...}',
+    "xml": "<tool_call><function=...><parameter=...>",
+    "llama": '{"name": ..., "parameters": ...}',
+}
+HOW = {
+    "one": {"tool_choice": "required", "parallel_tool_calls": False},
+    "several": {"tool_choice": "required"},
+    "at most one": {"parallel_tool_calls": False},
+}
 
-    async def ask() -> str:
-        options = {"tool_choice": "required", "enable_thinking": False}
-        _, text, done = await answer(engine, tools=(TOOL,), template_options=options, sampling=LAWS[1])
-        assert done.finish_reason == "stop"
-        return text
 
-    text = asyncio.run(ask())
-    assert text.startswith("<tool_call>\n") and text.endswith("\n</tool_call>")
-    call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert call["name"] == "get"
-    jsonschema.validate(call["arguments"], TOOL["function"]["parameters"])  # type: ignore[index]
+def calls_in(text: str) -> list[ToolCall]:
+    """Calls as the port reads them; whole ones only."""
+    reply = Reply()
+    splitter = Splitter(SplitOptions(tools=(TOOL,)), lambda: "id")
+    reply.add(Step((*splitter.feed(text), *splitter.finish()), None))
+    return reply.calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("how", HOW)
+def test_calls_in_every_form_are_the_same_with_drafts(
+    guessing: LocalEngine, monkeypatch: pytest.MonkeyPatch, form: str, how: str
+) -> None:
+    text_stage = guessing._built.text  # type: ignore[union-attr]
+    monkeypatch.setattr(text_stage, "_template_source", FORMS[form])
+    options = {**HOW[how], "enable_thinking": False}
+    # Noise does not end by itself, neither its text nor its list of calls.
+    limit = 250 if how == "one" else 50
+
+    async def compare() -> None:
+        for law in LAWS[:2] if how == "one" else LAWS[1:2]:
+            common = {"tools": (TOOL,), "template_options": options, "sampling": law, "max_tokens": limit}
+            plain, text, done = await answer(guessing, drafter="off", **common)
+            drafted, _, end = await answer(guessing, drafter="ngram", depth=7, **common)
+            assert drafted == plain
+            assert end.timings.draft_n > 0
+            calls = calls_in(text)
+            assert len(calls) <= 1 or how == "several", text
+            if "tool_choice" in options:
+                assert calls, text
+                assert done.finish_reason == "stop" or how == "several"
+            for call in calls:
+                assert call.name == "get"
+                if done.finish_reason == "stop":
+                    jsonschema.validate(json.loads(call.arguments), TOOL["function"]["parameters"])  # type: ignore[index]
+
+    asyncio.run(compare())
+
+
+def test_tools_that_make_no_grammar_are_called_without_one(engine: LocalEngine) -> None:
+    """Where a call is demanded, that is refused in the compiler's words."""
+    bad = {"type": "function", "function": {"name": "get", "parameters": {"type": "strange"}}}
+
+    async def ask() -> None:
+        common = {"tools": (bad,), "max_tokens": 5}
+        _, _, done = await answer(engine, template_options={"parallel_tool_calls": False}, **common)
+        assert done.usage.completion_tokens == 5
+        with pytest.raises(EngineError, match="strange"):
+            await answer(engine, template_options={"tool_choice": "required"}, **common)
+
+    asyncio.run(ask())

@@ -16,7 +16,7 @@ import torch
 from localspec.engine.build import EngineOptions, ModelPlace
 from localspec.engine.engine import LocalEngine
 from localspec.server.app import create_app
-from tests.helpers.tiny_text import tiny_text_model
+from tests.helpers.tiny_text import byte_tokenizer, tiny_text_model
 
 pytestmark = pytest.mark.torch
 SCHEMA = {
@@ -99,15 +99,44 @@ def test_a_stream_with_a_bad_schema_is_refused_before_it_begins(engine: LocalEng
     assert "strange" in ask(engine, status=400, stream=True, guided_json={"type": "strange"})["error"]["message"]
 
 
+PUT = {"type": "function", "function": {"name": "put"}}
+
+
 @pytest.mark.parametrize(
     ("how", "names"),
-    [("required", ("get", "put")), ({"type": "function", "function": {"name": "put"}}, ("put",))],
-    ids=["required", "named"],
+    [
+        ("required", ("get", "put")),
+        (PUT, ("put",)),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PUT]}}, ("put",)),
+    ],
+    ids=["required", "named", "allowed"],
 )
-def test_a_demanded_call_arrives_as_a_call(engine: LocalEngine, how: Any, names: tuple[str, ...]) -> None:
-    choice = ask(engine, tools=TOOLS, tool_choice=how, parallel_tool_calls=False)["choices"][0]
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_demanded_call_arrives_as_a_call(
+    engine: LocalEngine, how: Any, names: tuple[str, ...], parallel: bool
+) -> None:
+    choice = ask(engine, tools=TOOLS, tool_choice=how, parallel_tool_calls=parallel)["choices"][0]
     calls = choice["message"]["tool_calls"]
-    assert len(calls) >= 1
-    for call in calls:
+    assert len(calls) == 1 or (parallel and how is not PUT)
+    for call in calls[: None if choice["finish_reason"] != "length" else -1]:
         assert call["function"]["name"] in names
         jsonschema.validate(json.loads(call["function"]["arguments"]), {**SCHEMA, "required": ["on"]})
+
+
+def test_the_model_ends_behind_its_one_call_by_itself(engine: LocalEngine) -> None:
+    """Not cut by the port: the end token and the engine's own figures are there."""
+    reply = ask(engine, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert reply["usage"]["prompt_tokens"] > 0 and reply["timings"]["decode_ms"] > 0
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("bias", [100, -100])
+def test_an_answer_under_a_schema_may_still_call(engine: LocalEngine, bias: int) -> None:
+    """A word for or against the opening tag decides what the noise does."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    bias_of_tag = {str(byte_tokenizer().token_to_id("<tool_call>")): bias}
+    common = {"tools": TOOLS, "response_format": form, "parallel_tool_calls": False}
+    message = ask(engine, logit_bias=bias_of_tag, **common)["choices"][0]["message"]
+    assert bool(message.get("tool_calls")) == (bias > 0)
+    if bias < 0:
+        jsonschema.validate(json.loads(message["content"]), SCHEMA)

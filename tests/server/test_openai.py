@@ -221,6 +221,15 @@ async def test_one_call_where_more_are_not_wanted() -> None:
         ({"messages": ASK, "stream": "yes"}, "stream"),
         ({"messages": ASK, "tools": [{"type": "function", "function": {}}]}, "tools[].function.name"),
         ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        (
+            {
+                "messages": ASK,
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]},
+            },
+            "tool_choice",
+        ),
         ({"messages": ASK, "logit_bias": {"99999": 1}}, "logit_bias"),
         ({"messages": ASK, "logit_bias": {"x": 5}}, "logit_bias"),
         ({"messages": ASK, "logit_bias": [["ab", 1]]}, "logit_bias"),

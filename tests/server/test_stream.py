@@ -174,3 +174,23 @@ def test_the_answer_ends_behind_the_last_allowed_call() -> None:
     splitter.feed(HERMES + HERMES)
     assert splitter.done
     assert splitter.n_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"$ref": "#/$defs/Point"}, {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, {"x": 1}),
+        ({"$ref": "#/$defs/Name"}, '{"x": 1}'),
+        ({"$ref": "#/$defs/Loop"}, '{"x": 1}'),
+        ({"$ref": "#/$defs/missing"}, '{"x": 1}'),
+        ({"$ref": "https://example.com/schema"}, '{"x": 1}'),
+    ],
+)
+def test_types_behind_references(schema: dict[str, Any], value: Any) -> None:
+    """Schemas that libraries write keep the types of nested objects apart."""
+    defs = {"Point": {"type": "object"}, "Name": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    parameters = {"type": "object", "properties": {"at": schema}, "$defs": defs}
+    tools = ({"type": "function", "function": {"name": "go", "parameters": parameters}},)
+    text = '<tool_call>\n<function=go>\n<parameter=at>\n{"x": 1}\n</parameter>\n</function>\n</tool_call>'
+    assert json.loads(split([text], tools)["calls"][0][2]) == {"at": value}
