@@ -33,8 +33,11 @@ class Block:
 
     @classmethod
     def of(cls, wanted: Tensor, num_rows: int) -> Block:
-        """wanted: [S] int64 rows of each slot; what goes beyond num_rows in all is cut from the last slots."""
-        ends = wanted.cumsum(dim=0).clamp(max=num_rows)
+        """wanted: [S] int64 rows of each slot, at most num_rows slots; what goes beyond num_rows in all is cut from the
+        longest, so that a slot far behind does not hold the others up."""
+        cap = torch.arange(1, num_rows + 1, device=wanted.device)
+        fits = torch.minimum(wanted, cap[:, None]).sum(dim=1) <= num_rows
+        ends = torch.minimum(wanted, fits.sum()).cumsum(dim=0)
         starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
         row = torch.arange(num_rows, device=wanted.device)
         slot = (row[:, None] >= ends).sum(dim=1)

@@ -1,7 +1,9 @@
 """A separate small model drafts, with the same vocabulary as the target or another one.
 
-It reads the committed tokens in `observe` (in its own vocabulary, token by token, so that positions agree) and goes on
-from the newest one in `propose`. With a foreign vocabulary only tokens that spell the same bytes are ever drafted.
+It reads prompts in `observe` and the tokens of an answer in `propose`, from where it stopped last (in its own
+vocabulary, token by token, so that positions agree), and goes on from the newest one. So it costs nothing while another
+method drafts, and catches up when it is asked again. With a foreign vocabulary only tokens that spell the same bytes
+are ever drafted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from localspec.drafters import Depths, Drafter, DrafterSetup
 from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
+from localspec.drafters._waiting import MAX_PASS_ROWS, Block
 from localspec.formats.checkpoint import read_config
 from localspec.models import Model, architecture
 
@@ -32,8 +35,12 @@ class ModelDrafter:
     max_depth = MAX_DEPTH
     needs = HiddenNeeds()
 
-    def __init__(self, model: Model, vocabulary: VocabularyMap | None, device: torch.device, greedy: bool) -> None:
-        """Raises ValueError for a model with recurrent state, which could not take back a refused draft."""
+    def __init__(
+        self, model: Model, vocabulary: VocabularyMap | None, placement: tuple[torch.device, int], greedy: bool
+    ) -> None:
+        """placement: device and number of slots. Raises ValueError for a model with recurrent state, which could not
+        take back a refused draft."""
+        device, num_slots = placement
         if model.cache_spec.states:
             raise ValueError("a model with recurrent state cannot draft; take one with attention layers only")
         self._model = model
@@ -41,34 +48,73 @@ class ModelDrafter:
         to_target = None if vocabulary is None else vocabulary.draft_to_target.to(device)
         self._drawer = Drawer(to_target, greedy, has_holes=True)
         self.cache_spec = replace(model.cache_spec, owner=self.name)
+        # Tokens that were read, or were in the cache before the sequence was seen; -1 for a new sequence.
+        self._read = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
-        """One row a slot and token, from the newest token on."""
-        ready = state.lengths > 0
+        """Read what waits, at most MAX_PASS_ROWS tokens, and go on; a slot that is not caught up waits."""
+        if not depths.max_depth:
+            return finished_draft([], [], state.lengths > 0, depths, self.origins)
+        hidden, ready = self._catch_up(depths, state, cache)
         newest = (state.lengths - 1).clamp(min=0)
-        token_ids = state.history.gather(1, newest[:, None])[:, 0]
         tokens: list[Tensor] = []
         logits: list[Tensor] = []
         for column in range(min(depths.max_depth, self.max_depth)):
-            runs = ready & (depths.depths > column)
-            rows = self._rows(token_ids, newest + column, runs, depths, state)
-            hidden = self._model.forward(rows, cache, self.needs).hidden
+            if column:
+                runs = ready & (depths.depths > column)
+                rows = self._rows(tokens[-1], newest + column, runs, depths, state)
+                hidden = self._model.forward(rows, cache, self.needs).hidden
             logits.append(self._model.logits(hidden))
-            token_ids = self._drawer.draw(logits[-1], DrawnRows(state, state.lengths + column, depths.sampled))
-            tokens.append(token_ids)
-        confidence = all_certainties(self._drawer, logits, state, depths.sampled) if logits else []
+            tokens.append(self._drawer.draw(logits[-1], DrawnRows(state, state.lengths + column, depths.sampled)))
+        confidence = all_certainties(self._drawer, logits, state, depths.sampled)
         return finished_draft(tokens, confidence, ready, depths, self.origins)
 
     @torch.inference_mode()
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
-        """Read the committed rows; what was drafted for them is written over."""
-        committed = (rows.slots >= 0) & (rows.positions + 1 < state.lengths[rows.slots.clamp(min=0)])
+        """Read the rows of a prompt; of an answer only note where its first window begins."""
+        if rows.kind == "verify":
+            # What lies before the first window of a sequence was in the cache already.
+            first = rows.positions[rows.window_starts.clamp(max=rows.positions.shape[0] - 1)]
+            self._read.copy_(torch.where((self._read < 0) & (rows.window_rows > 0), first, self._read))
+            return
+        slots = rows.slots.clamp(min=0)
+        committed = (rows.slots >= 0) & (rows.positions + 1 < state.lengths[slots])
         kept = replace(rows, token_ids=self._own(rows.token_ids), slots=torch.where(committed, rows.slots, -1))
         self._model.forward(kept, cache, self.needs)
+        self._read.scatter_reduce_(0, slots, torch.where(committed, rows.positions + 1, -1), "amax")
 
     def forget(self, slot: int) -> None:
-        """Nothing is kept outside the pages."""
+        """The slot was given to another sequence."""
+        self._read[slot] = -1
+
+    def _catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Run the oldest unread tokens, the newest one always among those of a slot that is caught up.
+
+        Returns [S, D] the hidden of each slot's last row that ran, and [S] bool whether that is its newest token.
+        """
+        newest = state.lengths - 1
+        begin = torch.where(self._read < 0, newest, torch.minimum(self._read, newest))
+        asked = (depths.depths > 0) & (newest >= 0)
+        block = Block.of(torch.where(asked, state.lengths - begin, 0), MAX_PASS_ROWS)
+        slots = block.slots.clamp(min=0)
+        positions = (begin[slots] + block.offsets).clamp(min=0)
+        rows = Rows(
+            kind="verify",
+            token_ids=self._own(state.history[slots, positions]),
+            positions=positions,
+            slots=block.slots,
+            block_tables=state.block_tables,
+            lengths=state.lengths,
+            window_starts=block.starts,
+            window_rows=block.counts,
+            pending_rows=torch.zeros_like(state.pending_rows),
+            max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
+        )
+        hidden = self._model.forward(rows, cache, self.needs).hidden
+        self._read.copy_(torch.where(block.counts > 0, begin + block.counts, self._read))
+        last = (block.starts + block.counts - 1).clamp(0, MAX_PASS_ROWS - 1)
+        return hidden[last], asked & (begin + block.counts == state.lengths)
 
     def _own(self, token_ids: Tensor) -> Tensor:
         """Target ids -> ids that this model reads."""
@@ -101,7 +147,7 @@ def make(model: Model, vocabulary: VocabularyMap | None, setup: DrafterSetup, gr
             f"the draft has {model.vocab_size} tokens and the target {setup.model.vocab_size}; "
             "their tokenizers are needed to compare them"
         )
-    return ModelDrafter(model, vocabulary, setup.ops.device, greedy)
+    return ModelDrafter(model, vocabulary, (setup.ops.device, setup.num_slots), greedy)
 
 
 def build(setup: DrafterSetup) -> Drafter:

@@ -148,3 +148,30 @@ def test_built_from_folders(tmp_path: Path) -> None:
     session = Session(target, draft_model.build(setup))
     session.start(0, [1, 2, 3])
     assert session.propose([4]).num_drafts.tolist() == [4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("pause", [3, 40])
+def test_after_a_pause_it_catches_up(model: Model, pause: int) -> None:
+    """It reads nothing meanwhile, then sixteen tokens a step, and is right again."""
+    read: list[int] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(model, name)
+
+        def forward(self, rows, cache, needs):  # type: ignore[no-untyped-def]
+            read.append(int((rows.slots >= 0).sum()))
+            return model.forward(rows, cache, needs)
+
+    session = Session(model, draft_model.make(Counted(), None, setup_for(model)))  # type: ignore[arg-type]
+    for slot in range(2):
+        session.start(slot, list(range(2, 30)), Sampling(temperature=3.0, seed=slot))
+    assert session.step([3, 3]).num_accepted.tolist()[:2] == [3, 3]
+    del read[:]
+    for _ in range(pause):
+        session.step([0, 0])
+    assert not read, "a drafter that is not asked costs nothing"
+    for _ in range(-(-2 * (pause + 4) // 16) + 2):
+        result = session.step([0, 3])
+    assert result.num_accepted[1] == 3 and max(read) <= 16
+    assert session.step([3, 3]).num_accepted.tolist()[1] == 3
