@@ -209,7 +209,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SlotResult:
-    """The host's copy of a step's result for one slot, as the scheduler and the text stage read it."""
+    """The host's copy of a step's result for one slot, as the scheduler and the text stage read it.
+
+    drafted_by: the origin of each verified draft, accepted or not; confidence: what its drafter said of it.
+    """
 
     slot: int
     sequence_id: int
@@ -221,3 +224,5 @@ class SlotResult:
     finish: Literal["", "stop", "length"]
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    drafted_by: tuple[str, ...] = ()
+    confidence: tuple[float, ...] = ()

@@ -211,11 +211,25 @@ class DeviceNgramDrafter:
     def forget(self, slot: int) -> None:
         """The table holds other texts, not this one."""
 
-    def follow(self, sequence_id: int, tail: Sequence[int], came: Sequence[int], ended: bool) -> None:
+    def follow(
+        self,
+        sequence_id: int,
+        tail: Sequence[int],
+        came: Sequence[int],
+        ended: bool,
+        drafted_by: Sequence[str] = (),
+        num_accepted: int = 0,
+    ) -> None:
         """A step of a sequence has landed. Returns at once.
 
-        tail: the last known tokens, those of the step (`came`) included; ended: no step follows.
+        tail: the last known tokens, those of the step (`came`) included; ended: no step follows; drafted_by: origins of
+        the drafts that were verified, of which the first `num_accepted` stood.
         """
+        for index, origin in enumerate(self.origins):
+            if origin in drafted_by:
+                counts = self.advisor.handles[index].counts
+                counts.drafts += 1
+                counts.accepted_tokens += list(drafted_by[:num_accepted]).count(origin)
         self._feed.post(sequence_id, tuple(tail), tuple(came), ended)
 
     def close(self) -> None:

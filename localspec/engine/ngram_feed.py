@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from localspec.engine.ring import Landed, ResultRing
 from localspec.scheduler.scheduler import Scheduler
 
 TAIL_TOKENS = 16
 
-Follow = Callable[[int, tuple[int, ...], tuple[int, ...], bool], None]
-"""Sequence id, last known tokens, those that just came, whether the sequence ended; returns at once."""
+
+class Follow(Protocol):
+    """Takes what landed; returns at once."""
+
+    def __call__(
+        self,
+        sequence_id: int,
+        tail: tuple[int, ...],
+        came: tuple[int, ...],
+        ended: bool,
+        drafted_by: tuple[str, ...],
+        num_accepted: int,
+    ) -> None:
+        """tail: last known tokens; came: those of the step; ended: no step follows; drafted_by: origins of the drafts
+        that were verified, of which the first `num_accepted` stood."""
+        ...
 
 
 class FeedingRing(ResultRing):
@@ -31,6 +45,11 @@ class FeedingRing(ResultRing):
                     known = (*sequence.emitted_ids[-TAIL_TOKENS:], *result.token_ids)
                     lead = sequence.request.prompt_ids[-TAIL_TOKENS:] if len(known) < TAIL_TOKENS else ()
                     self._follow(
-                        result.sequence_id, (*lead, *known)[-TAIL_TOKENS:], result.token_ids, bool(result.finish)
+                        result.sequence_id,
+                        (*lead, *known)[-TAIL_TOKENS:],
+                        result.token_ids,
+                        bool(result.finish),
+                        result.drafted_by,
+                        result.num_accepted,
                     )
         return landed

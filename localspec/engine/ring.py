@@ -52,8 +52,14 @@ class ResultRing:
             "num_accepted": result.num_accepted,
             "finish": result.finish,
             "num_drafts": outcome.draft.num_drafts,
+            "draft_origins": outcome.draft.origins,
         }
-        optional = {"logprobs": result.logprobs, "top_ids": result.top_ids, "top_logprobs": result.top_logprobs}
+        optional = {
+            "logprobs": result.logprobs,
+            "top_ids": result.top_ids,
+            "top_logprobs": result.top_logprobs,
+            "confidence": outcome.draft.confidence,
+        }
         fields |= {name: value for name, value in optional.items() if value is not None}
         event = None
         if result.token_ids.is_cuda:
@@ -96,23 +102,26 @@ def _buffer_key(name: str, value: torch.Tensor) -> BufferKey:
 def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
     values = {name: value.tolist() for name, value in entry.host.items()}
     result: StepResult = entry.outcome.result
-    names = result.origin_names
+    names, drafters = result.origin_names, entry.outcome.draft.origin_names
     slots = []
     for plan in entry.outcome.ran.slots:
         s = plan.slot
         count = int(values["num_emitted"][s])
+        drafted = min(plan.num_drafts, int(values["num_drafts"][s]))
         slots.append(
             SlotResult(
                 slot=s,
                 sequence_id=plan.sequence_id,
                 token_ids=tuple(values["token_ids"][s][:count]),
                 origins=tuple(names[code] for code in values["origins"][s][:count]),
-                num_drafted=min(plan.num_drafts, int(values["num_drafts"][s])),
+                num_drafted=drafted,
                 num_accepted=int(values["num_accepted"][s]),
                 drafter=plan.drafter,
                 finish=_FINISH[int(values["finish"][s])],
                 logprobs=tuple(values["logprobs"][s][:count]) if "logprobs" in values else (),
                 top=_top(values, s, count),
+                drafted_by=tuple(drafters[code] for code in values["draft_origins"][s][:drafted]),
+                confidence=tuple(values["confidence"][s][:drafted]) if "confidence" in values else (),
             )
         )
     return tuple(slots)

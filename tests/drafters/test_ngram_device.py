@@ -167,3 +167,14 @@ def test_the_thread_follows_and_ends(tmp_path: Path, reader: AsyncReader) -> Non
     drafter.close()
     assert int((drafter.table.words[:, 0] != 0).sum()) > 10
     assert not drafter._feed._guesses
+
+
+def test_what_a_table_was_worth_is_counted(tmp_path: Path, reader: AsyncReader) -> None:
+    """By what the step says of its drafts: those of other drafters do not count."""
+    text = [number % 7 for number in range(80)]
+    drafter = drafter_over(*((name, make_table(tmp_path / name, [text], reader)) for name in ("a", "b")))
+    for drafted_by, accepted in ((("table:b",) * 3, 2), (("table:b", "ngram", "ngram"), 3), (("mtp",), 1), ((), 0)):
+        drafter.follow(1, text[:16], text[15:16], True, drafted_by, accepted)
+    drafter.close()
+    counts = [handle.counts for handle in drafter.advisor.handles]
+    assert [(c.drafts, c.accepted_tokens) for c in counts] == [(0, 0), (2, 3)]
