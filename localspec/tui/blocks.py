@@ -122,3 +122,11 @@ def code_blocks(source: str) -> list[tuple[str, str]]:
     """(language, code) of every fenced or indented code block, nested ones included, in order."""
     tokens = markdown_parser().parse(clean(source))
     return [(token.info.split(" ", 1)[0], token.content) for token in tokens if token.type in ("fence", "code_block")]
+
+
+def only_code(block: str) -> str | None:
+    """The code of a block that is nothing but code; None for any other block."""
+    if not block.startswith(("`", "~", " ", "\t")):
+        return None
+    tokens = markdown_parser().parse(clean(block))
+    return tokens[0].content if len(tokens) == 1 and tokens[0].type in ("fence", "code_block") else None

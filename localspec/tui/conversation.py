@@ -35,6 +35,8 @@ class Conversation:
         self.chat: Chat | None = None
         self.messages: list[Stored] = []
         self.places: dict[int, tuple[int, int]] = {}
+        self.is_cut = False
+        """Whether less of the branch is shown than the store has, until a message is sent there."""
         self.answer: Answer | None = None
         """The answer being written; None while nothing runs."""
         self.durable = store
@@ -57,7 +59,7 @@ class Conversation:
         self._drop_private()
         if private:
             self._use_private()
-        self.chat, self.messages, self.places, self.system_prompt = None, [], {}, ""
+        self.chat, self.messages, self.places, self.system_prompt, self.is_cut = None, [], {}, "", False
 
     async def open(self, chat_id: str, message_id: int | None = None) -> None:
         """Show a stored conversation, at the branch of `message_id` if given. Raises ChatError."""
@@ -138,27 +140,33 @@ class Conversation:
             private=self.private,
         )
 
-    async def go_back(self, message: Stored) -> str:
-        """Cut the shown branch before a message of the user and return its text, so that it can be sent anew."""
-        if self.chat is not None:
-            chat_id = self.chat.id
-            await self._store.run(lambda s: s.show_branch(chat_id, message.parent_id))
-            await self._reload()
+    def go_back(self, message: Stored) -> str:
+        """Cut the shown branch before a message and return its text, so that it can be sent anew.
+
+        The store keeps the whole branch until a message is added in its place; `restore` shows it again.
+        """
+        ids = [other.id for other in self.messages]
+        self.messages = self.messages[: ids.index(message.id) if message.id in ids else None]
+        self.is_cut = True
         return message.content
 
-    async def drop_last_answer(self) -> None:
-        """Cut the shown branch after the last message of the user; its answers stay as siblings."""
-        while self.messages and self.messages[-1].role != "user":
-            await self.go_back(self.messages[-1])
-        if not self.messages:
-            raise ChatError("There is no question to answer again: write one first.")
+    def show_until(self, message: Stored) -> None:
+        """Cut the shown branch after a message; the next one starts a branch there. See `go_back`."""
+        ids = [other.id for other in self.messages]
+        self.messages = self.messages[: ids.index(message.id) + 1 if message.id in ids else None]
+        self.is_cut = True
 
-    async def show_until(self, message: Stored) -> None:
-        """Cut the shown branch after a message; the next one starts a branch there."""
-        if self.chat is not None:
-            chat_id = self.chat.id
-            await self._store.run(lambda s: s.show_branch(chat_id, message.id))
+    async def restore(self) -> None:
+        """Show the branch again that was cut, when nothing was sent in its place."""
+        if self.is_cut:
             await self._reload()
+
+    def drop_last_answer(self) -> None:
+        """Cut the shown branch after the last message of the user; its answers stay as siblings. Raises ChatError."""
+        questions = [message for message in self.messages if message.role == "user"]
+        if not questions:
+            raise ChatError("There is no question to answer again: write one first.")
+        self.show_until(questions[-1])
 
     async def show_sibling(self, message: Stored, step: int) -> None:
         """Show the branch of the next (1) or previous (-1) sibling of a message."""
@@ -249,6 +257,7 @@ class Conversation:
         return self.chat
 
     async def _reload(self) -> None:
+        self.is_cut = False
         if self.chat is None:
             return
         chat_id = self.chat.id

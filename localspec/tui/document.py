@@ -24,6 +24,8 @@ class StreamedDocument:
         self._blocks: list[str] = []
         self._strips: list[Strip] = []
         self._rendered_blocks = 0
+        self._ranges: list[tuple[int, int]] = []
+        self._open: tuple[int, int] | None = None
         self._width = 0
         if source:
             self.append(source)
@@ -39,22 +41,35 @@ class StreamedDocument:
 
     def restyle(self, renderer: MarkdownRenderer) -> None:
         """Use another renderer from now on."""
-        self._renderer = renderer
-        self._width = 0
+        if renderer is not self._renderer:
+            self._renderer = renderer
+            self._width = 0
 
     def strips(self, width: int) -> list[Strip]:
         """The whole text, `width` cells wide, a blank line between blocks."""
         if width != self._width:
-            self._strips, self._rendered_blocks, self._width = [], 0, width
+            self._strips, self._ranges, self._rendered_blocks, self._width = [], [], 0, width
         for block in self._blocks[self._rendered_blocks :]:
             if self._strips:
                 self._strips.append(_BLANK)
+            start = len(self._strips)
             self._strips.extend(self._renderer.render(block, width))
+            self._ranges.append((start, len(self._strips)))
         self._rendered_blocks = len(self._blocks)
         open_text = self._splitter.open_text
+        self._open = None
         if not open_text.strip():
             return list(self._strips)
-        return [*self._strips, *([_BLANK] if self._strips else []), *_open_strips(open_text, width)]
+        lines = [*self._strips, *([_BLANK] if self._strips else [])]
+        start = len(lines)
+        lines += _open_strips(open_text, width)
+        self._open = (start, len(lines))
+        return lines
+
+    def ranges(self) -> list[tuple[int, int, str]]:
+        """(first line, line after the last, source) of each block of the strips that were given last."""
+        found = [(start, end, block) for (start, end), block in zip(self._ranges, self._blocks, strict=False)]
+        return found if self._open is None else [*found, (*self._open, self._splitter.open_text)]
 
 
 def _open_strips(text: str, width: int) -> list[Strip]:

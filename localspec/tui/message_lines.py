@@ -1,38 +1,65 @@
-"""One message of the transcript as strips: header, folded thought, Markdown or draft view, ending. Not a widget."""
+"""One message of the transcript as strips: header, folded thought, Markdown, tool calls or draft view, ending.
+
+Knows which lines belong to which part, so that parts can be marked, copied and folded. Not a widget.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
 from localspec.chats import Stored
+from localspec.tui.blocks import only_code
+from localspec.tui.calls import Call, pretty, read_calls, split_calls
 from localspec.tui.document import StreamedDocument
+from localspec.tui.draft_view import draft_runs, draft_summary
 from localspec.tui.markdown import MarkdownRenderer
-from localspec.tui.origins import REFUSED, REFUSED_COUNT, TARGET, style_of
-from localspec.tui.text import clean, clean_line, percent, seconds_text, short_count
-from localspec.tui.wrap import Run, wrap_runs, wrap_text
+from localspec.tui.text import clean, clean_line, number_of, percent, seconds_text, short_count
+from localspec.tui.wrap import wrap_runs, wrap_text
 
 _LEAST = ("cached", "tokens", "accepted", "speedup")
 _BLANK = Strip([], 0)
 _DIM = Style(dim=True)
 _THOUGHT = Style(dim=True, italic=True)
 _NOTE = Style(italic=True)
+_CALL = Style(color="#d9a64a", bold=True)
 _HEADER = {"user": Style(bold=True, color="#5c9df5"), "assistant": Style(bold=True, color="#4fc38a")}
-_NAMES = {"user": "You", "system": "System", "tool": "Tool"}
+_NAMES = {"user": "You", "system": "System", "tool": "Tool result"}
+# Longer messages of the user and longer results of tools are folded to their beginning.
+FOLDED_LINES = {"user": 60, "system": 60, "tool": 8}
+# Unfolded, a text of more lines than anybody reads is cut in view; copying gives all of it.
+UNFOLDED_LINES = 5000
+
+Part = Literal["message", "thought", "text", "code", "call", "rest"]
 
 
 @dataclass(frozen=True)
 class Look:
-    """How messages are shown. `thoughts_open` unfolds thoughts, `drafts` tints text by who drafted it."""
+    """How messages are shown. `thoughts_open` unfolds thoughts and calls, `drafts` tints text by who drafted it."""
 
     width: int
     renderer: MarkdownRenderer
     thoughts_open: bool = False
     drafts: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a message: its lines (counted from the header, `end` not included) and what copying it gives.
+
+    `fold` names what unfolds it; empty if it has no folded form.
+    """
+
+    part: Part
+    start: int
+    end: int
+    text: str
+    fold: str = ""
 
 
 class MessageLines:
@@ -42,11 +69,12 @@ class MessageLines:
         self._message = message
         self._siblings = siblings
         self._note = ""
-        self._document: StreamedDocument | None = None
-        self._documented = ""
+        self._documents: list[tuple[StreamedDocument, str]] = []
+        self._places: list[Block | tuple[StreamedDocument, int]] = []
+        self._folds: dict[str, bool] = {}
         self._look: Look | None = None
         self._strips: list[Strip] = []
-        self.thought_header_line: int | None = None
+        self._blocks: list[Block] | None = None
 
     @property
     def siblings(self) -> tuple[int, int]:
@@ -62,30 +90,73 @@ class MessageLines:
         if message is not self._message or note != self._note:
             self._message, self._note, self._look = message, note, None
 
+    def toggle(self, fold: str, look: Look) -> None:
+        """Fold what is unfolded, unfold what is folded."""
+        self._folds[fold] = not self._is_open(fold, look)
+        self._look = None
+
+    def drop(self) -> None:
+        """Keep nothing that can be rendered again: the message is out of view."""
+        self._documents, self._strips, self._look = [], [], None
+
+    def forget_folds(self) -> None:
+        """Everything is as the look says again."""
+        if self._folds:
+            self._folds, self._look = {}, None
+
     def strips(self, look: Look) -> list[Strip]:
         """All lines of the message, with a blank one after it."""
         if look != self._look:
-            self._strips, self._look = list(self._build(look)), look
+            self._strips, self._look, self._blocks = list(self._build(look)), look, None
         return self._strips
+
+    def blocks(self, look: Look) -> list[Block]:
+        """The parts of the message, from the top."""
+        self.strips(look)
+        if self._blocks is None:
+            self._blocks = self._find_blocks()
+        return self._blocks
+
+    def _find_blocks(self) -> list[Block]:
+        found: list[Block] = []
+        for place in self._places:
+            if isinstance(place, Block):
+                found.append(place)
+                continue
+            document, offset = place
+            for start, end, source in document.ranges():
+                code = only_code(source)
+                part: Part = "text" if code is None else "code"
+                found.append(Block(part, offset + start, offset + end, source if code is None else code))
+        return found
+
+    def _is_open(self, fold: str, look: Look) -> bool:
+        return self._folds.get(fold, look.thoughts_open and fold != "rest")
 
     def _build(self, look: Look) -> Iterator[Strip]:
         message = self._message
-        self.thought_header_line = None
+        self._places = []
         yield self._header(look.width)
         if message.role != "assistant":
-            yield from wrap_text(clean(message.content), look.width)
+            yield from self._plain(look)
         elif look.drafts:
-            yield from wrap_text(draft_summary(message), look.width, _DIM)
-            yield from wrap_runs(draft_runs(message), look.width)
+            lines = [*wrap_text(draft_summary(message), look.width, _DIM), *wrap_runs(draft_runs(message), look.width)]
+            yield from self._placed("text", 1, lines, message.content)
         else:
+            line = 1
             if message.reasoning:
-                self.thought_header_line = 1
-                yield from self._thought(look)
-            yield from self._markdown(look)
+                thought = self._thought(look)
+                line += len(thought)
+                yield from thought
+            yield from self._answer(look, line)
         note = self._ending()
         if note:
             yield from wrap_text(clean(note), look.width, _NOTE)
         yield _BLANK
+
+    def _placed(self, part: Part, start: int, lines: list[Strip], text: str, fold: str = "") -> list[Strip]:
+        self._places.append(Block(part, start, start + len(lines), text, fold))
+        return lines
 
     def _header(self, width: int) -> Strip:
         message = self._message
@@ -104,29 +175,83 @@ class MessageLines:
         strip = Strip(segments)
         return strip if strip.cell_length <= width else strip.crop(0, width)
 
-    def _thought(self, look: Look) -> Iterator[Strip]:
-        stats = self._message.stats
-        seconds, tokens = float(stats.get("reasoning_s", 0.0)), int(stats.get("reasoning_tokens", 0))
-        is_thinking = self._message.state == "streaming" and not self._message.content
-        verb = "Thinking" if is_thinking else "Thought"
-        mark = "▾" if look.thoughts_open else "▸"
-        yield from wrap_text(f"{mark} {verb} {seconds_text(seconds)} · {tokens} tokens", look.width, _DIM)[:1]
-        if look.thoughts_open:
-            yield from wrap_text(clean(self._message.reasoning).strip("\n"), look.width, _THOUGHT)
-            yield _BLANK
+    def _plain(self, look: Look) -> list[Strip]:
+        message, text = self._message, self._message.content
+        shown = pretty(text) if message.role == "tool" else clean(text)
+        lines, most = shown.split("\n"), FOLDED_LINES.get(message.role, 60)
+        if len(lines) <= most:
+            return self._placed("text", 1, wrap_text(shown, look.width), text)
+        is_open = self._is_open("rest", look)
+        kept = min(len(lines), UNFOLDED_LINES) if is_open else most - 2
+        strips = wrap_text("\n".join(lines[:kept]), look.width)
+        mark = f"▾ {len(lines)} lines" if is_open else f"▸ {len(lines) - kept} more lines"
+        if is_open and kept < len(lines):
+            mark += f", the first {kept} of them shown; copying gives all"
+        return self._placed("rest", 1, [*strips, *wrap_text(mark, look.width, _DIM)], text, "rest")
 
-    def _markdown(self, look: Look) -> list[Strip]:
-        content = self._message.content
-        if self._document is None or not content.startswith(self._documented):
-            self._document, self._documented = StreamedDocument(look.renderer), ""
-        elif self._look is not None and self._look.renderer is not look.renderer:
-            self._document.restyle(look.renderer)
-        if len(content) > len(self._documented):
-            self._document.append(content[len(self._documented) :])
-            self._documented = content
+    def _thought(self, look: Look) -> list[Strip]:
+        message, stats = self._message, self._message.stats
+        seconds, tokens = number_of(stats.get("reasoning_s")), int(number_of(stats.get("reasoning_tokens")))
+        is_thinking = message.state == "streaming" and not message.content
+        verb = "Thinking" if is_thinking else "Thought"
+        is_open = self._is_open("thought", look)
+        mark = "▾" if is_open else "▸"
+        count = f" · {tokens} tokens" if tokens else ""
+        lines = list(wrap_text(f"{mark} {verb} {seconds_text(seconds)}{count}", look.width, _DIM)[:1])
+        if is_open:
+            lines += [*wrap_text(clean(message.reasoning).strip("\n"), look.width, _THOUGHT), _BLANK]
+        return self._placed("thought", 1, lines, message.reasoning.strip("\n"), "thought")
+
+    def _answer(self, look: Look, line: int) -> Iterator[Strip]:
+        """Text and calls in turn; `line` is the first line of the answer."""
+        number_of_text, number_of_call, first = 0, 0, line
+        for is_call, text in split_calls(self._message.content, self._message.spans):
+            if line > first:
+                yield _BLANK
+                line += 1
+            if not is_call:
+                lines = self._markdown(look, number_of_text, text, line)
+                number_of_text += 1
+                yield from lines
+                line += len(lines)
+                continue
+            for call in read_calls(text):
+                lines = self._call(look, call, f"call {number_of_call}", line)
+                number_of_call += 1
+                yield from lines
+                line += len(lines)
+
+    def _call(self, look: Look, call: Call, fold: str, line: int) -> list[Strip]:
+        is_open = self._is_open(fold, look)
+        # The last call of a growing answer may go on; its arguments are shown as far as they are there.
+        verb = "Calling" if self._message.state == "streaming" else "Call"
+        brief = f"({call.brief})" if call.brief and not is_open else ""
+        head = Strip([Segment("▾ " if is_open else "▸ ", _DIM), Segment(f"{verb} {call.name}", _CALL)])
+        room = look.width - head.cell_length
+        if brief and room > 3:
+            rest = wrap_text(brief, max(2, room - 1))
+            strip = rest[0] if len(rest) == 1 else Strip.join([rest[0], Strip([Segment("…")])])
+            head = Strip.join([head, strip.apply_style(_DIM)])
+        lines = [head.crop(0, look.width)]
+        if is_open:
+            inner = wrap_text(call.arguments or "(no arguments)", max(2, look.width - 2))
+            lines += [Strip.join([Strip([Segment("  ")]), strip]) for strip in inner]
+        return self._placed("call", line, lines, call.source, fold)
+
+    def _markdown(self, look: Look, number: int, text: str, line: int) -> list[Strip]:
+        if number == len(self._documents):
+            self._documents.append((StreamedDocument(look.renderer), ""))
+        document, known = self._documents[number]
+        if not text.startswith(known):
+            document, known = StreamedDocument(look.renderer), ""
+        document.restyle(look.renderer)
+        if len(text) > len(known):
+            document.append(text[len(known) :])
         if self._message.state != "streaming":
-            self._document.finish()
-        return self._document.strips(look.width)
+            document.finish()
+        self._documents[number] = (document, text)
+        self._places.append((document, line))
+        return document.strips(look.width)
 
     def _ending(self) -> str:
         message = self._message
@@ -147,76 +272,16 @@ def _figures(message: Stored) -> dict[str, str]:
     timings, usage = message.stats.get("timings"), message.stats.get("usage")
     if not isinstance(timings, dict) or not isinstance(usage, dict):
         return {}
-    parts = {"tokens": f"{short_count(int(usage.get('completion_tokens', 0)))} tokens"}
-    if usage.get("cached_tokens"):
-        cached, total = short_count(int(usage["cached_tokens"])), short_count(int(usage["prompt_tokens"]))
-        parts["cached"] = f"{cached}/{total} cached"
-    if timings.get("tok_per_s"):
-        parts["rate"] = f"{float(timings['tok_per_s']):.1f} tok/s"
-    if timings.get("draft_n"):
-        accepted = percent(int(timings.get("draft_n_accepted", 0)) / int(timings["draft_n"]))
-        parts["accepted"] = f"{accepted} accepted"
-    if timings.get("speedup_vs_plain"):
-        parts["speedup"] = f"×{float(timings['speedup_vs_plain']):.2f}"
+    completion, prompt = number_of(usage.get("completion_tokens")), number_of(usage.get("prompt_tokens"))
+    cached, rate = number_of(usage.get("cached_tokens")), number_of(timings.get("tok_per_s"))
+    drafted, speedup = number_of(timings.get("draft_n")), number_of(timings.get("speedup_vs_plain"))
+    parts = {"tokens": f"{short_count(completion)} tokens"}
+    if cached:
+        parts["cached"] = f"{short_count(cached)}/{short_count(prompt)} cached"
+    if rate:
+        parts["rate"] = f"{rate:.1f} tok/s"
+    if drafted:
+        parts["accepted"] = f"{percent(number_of(timings.get('draft_n_accepted')) / drafted)} accepted"
+    if speedup:
+        parts["speedup"] = f"×{speedup:.2f}"
     return parts
-
-
-def draft_runs(message: Stored) -> Iterator[Run]:
-    """The generated text in runs: styled by origin, the character after a refusal marked, refusals counted by line."""
-    refused_in_line = 0
-    for text, style, refused in _pieces(message):
-        refused_in_line += refused
-        mark = 1 if refused else 0
-        if mark and text:
-            yield text[:1] if text[0] != "\n" else "", REFUSED
-            mark = 0 if text[0] == "\n" else 1
-        first, *others = text[mark:].split("\n")
-        yield first, style
-        for other in others:
-            if refused_in_line:
-                yield f"  ×{refused_in_line}", REFUSED_COUNT
-            refused_in_line = 0
-            yield "\n", None
-            yield other, style
-    if refused_in_line:
-        yield f"  ×{refused_in_line}", REFUSED_COUNT
-
-
-def draft_summary(message: Stored) -> str:
-    """Who wrote which share of the characters, and how many drafts were refused."""
-    total = sum(count for count, _, _ in message.spans)
-    if not total or not any(origin for _, origin, _ in message.spans):
-        return "This server does not say who drafted what." if message.content else ""
-    shares: dict[str, int] = {}
-    for count, origin, _ in message.spans:
-        shares[origin] = shares.get(origin, 0) + count
-    parts = [f"{'model' if o == TARGET else clean(o) or 'unknown'} {percent(n / total)}" for o, n in shares.items()]
-    refused = sum(count for _, count in message.rejections)
-    return f"Characters by: {', '.join(parts)} · {refused} drafts refused (×)"
-
-
-def _pieces(message: Stored) -> Iterator[tuple[str, Style | None, int]]:
-    # (text, style, drafts refused just before it); a span is cut where drafts were refused.
-    texts = {"thinking": message.reasoning, "answer": message.content}
-    at = {"thinking": 0, "answer": 0}
-    refusals = list(message.rejections)
-    position, before = 0, ""
-    for count, origin, phase in message.spans:
-        kind = "thinking" if phase == "thinking" else "answer"
-        if before and kind != before:
-            yield "\n\n", None, 0
-        before = kind
-        text, style = texts[kind][at[kind] : at[kind] + count], style_of(origin)
-        at[kind] += count
-        start, refused = 0, 0
-        while refusals and refusals[0][0] < position + count:
-            cut = max(start, refusals[0][0] - position)
-            if cut > start:
-                yield clean(text[start:cut]), style, refused
-                start, refused = cut, 0
-            refused += refusals.pop(0)[1]
-        yield clean(text[start:]), style, refused
-        position += count
-    # Text without spans comes from a server or a version that did not say who drafted.
-    rest = "".join(clean(texts[kind][at[kind] :]) for kind in texts)
-    yield rest, None, sum(count for _, count in refusals)

@@ -105,7 +105,7 @@ class PlainChat:
         self.tell("New private chat: nothing of it is written." if private else "New chat.")
 
     async def retry(self) -> None:
-        await self.conversation.drop_last_answer()
+        self.conversation.drop_last_answer()
         await self._answer()
 
     async def switch_model(self, name: str) -> None:

@@ -145,7 +145,7 @@ class SlashRunner:
         back = int(argument) if argument.isdecimal() else 1
         if (argument and not argument.isdecimal()) or not 1 <= back <= len(questions):
             raise SlashError(f"/branch needs a number from 1 to {len(questions)}, counted from the last question.")
-        self._host.put_prompt(await talk.go_back(questions[-back]))
+        self._host.put_prompt(talk.go_back(questions[-back]))
         await self._host.shown()
 
     async def _export(self, argument: str) -> None:

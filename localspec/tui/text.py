@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -20,6 +21,13 @@ def clean(text: str) -> str:
 def clean_line(text: str) -> str:
     """The same for text that must stay on one line."""
     return " ".join(clean(text).split()) if not text.isprintable() else text
+
+
+def number_of(value: object) -> float:
+    """A figure out of stored JSON, which may come from an imported file: 0 for everything that is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        return 0.0
+    return float(max(0, min(10**15, value)))
 
 
 def short_count(number: float) -> str:

@@ -14,7 +14,8 @@ from localspec.api.types import Delta, Done, Phase, Prefill, Queued, Span, Timin
 from localspec.chats import Stored
 from localspec.tui.answer import Answer
 from localspec.tui.markdown import MarkdownRenderer
-from localspec.tui.message_lines import Look, MessageLines, answer_figures, draft_runs, draft_summary
+from localspec.tui.draft_view import draft_runs, draft_summary
+from localspec.tui.message_lines import Look, MessageLines, answer_figures
 from localspec.tui.origins import style_of
 from localspec.tui.wrap import wrap_runs, wrap_text
 

@@ -146,33 +146,33 @@ class ChatScreen(Screen[None]):
         self.prompt.insert(self._attachments.add(f"pasted {lines} lines", event.text))
 
     async def on_transcript_chosen(self, event: Transcript.Chosen) -> None:
-        await self._try(self._message_actions.run(event.action, event.message))
-
-    def on_transcript_thought_clicked(self) -> None:
-        self.action_toggle_thoughts()
+        await self._try(self._message_actions.run(event.action, event.message, event.block))
 
     def on_resize(self, event: events.Resize) -> None:
         self._arrange(event.size.width, event.size.height)
 
     # Keys
 
-    def action_stop(self) -> None:
+    async def action_stop(self) -> None:
         if self.busy:
             self.answering.cancel()
         elif self.prompt.completing:
             self.query_one(Completions).offer([])
             self.prompt.completing = False
         elif not self.prompt.has_focus:
+            self.transcript.unmark()
             self.prompt.focus()
         else:
+            self.prompt.stash()
             self.prompt.put("")
+            await self._try(self._restore())
 
-    def action_copy_or_stop(self) -> None:
+    async def action_copy_or_stop(self) -> None:
         selected = self.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_out(selected, "selection")
         elif self.busy:
-            self.action_stop()
+            await self.action_stop()
         else:
             self.tell("Nothing is selected. Ctrl+Q leaves.")
 
@@ -231,6 +231,7 @@ class ChatScreen(Screen[None]):
         self.app.push_screen(HelpScreen())
 
     def put_prompt(self, text: str) -> None:
+        self.prompt.stash()
         self.prompt.put(text)
         self.prompt.focus()
 
@@ -263,7 +264,7 @@ class ChatScreen(Screen[None]):
 
     async def retry(self) -> None:
         await self.answering.stop()
-        await self.conversation.drop_last_answer()
+        self.conversation.drop_last_answer()
         await self.answering.start()
 
     async def switch_model(self, name: str) -> None:
@@ -332,6 +333,11 @@ class ChatScreen(Screen[None]):
         # its user, from then on.
         with suppress(EngineError):
             await self.conversation.engine.wait_ready()
+
+    async def _restore(self) -> None:
+        if self.conversation.is_cut:
+            await self.conversation.restore()
+            await self.shown()
 
     async def _send(self, text: str) -> None:
         await self.conversation.say(text)

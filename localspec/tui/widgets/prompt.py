@@ -51,12 +51,19 @@ class Prompt(TextArea):
         self.completing = False
         """Set by the screen while completions are shown."""
         self._history: Sequence[str] = ()
+        self._stashed: list[str] = []
         self._recalled = -1
         self._unsent = ""
 
     def set_history(self, prompts: Sequence[str]) -> None:
         """What Up recalls, newest first."""
-        self._history, self._recalled = prompts, -1
+        self._history, self._recalled = (*self._stashed, *prompts), -1
+
+    def stash(self) -> None:
+        """Something else is put into the prompt: what was being written comes back by Up."""
+        if self.text.strip():
+            self._stashed.insert(0, self.text)
+            self._history = (self.text, *self._history)
 
     def put(self, text: str) -> None:
         """Replace the text; the cursor goes to its end."""

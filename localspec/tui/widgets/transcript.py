@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Self
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
@@ -23,14 +22,14 @@ from textual.selection import Selection
 from textual.strip import Strip
 
 from localspec.chats import Stored
+from localspec.tui.block_cursor import Mark, block_at, block_of, fold_of, next_block, next_message
+from localspec.tui.line_painter import MARGIN, LinePainter, selected
 from localspec.tui.markdown import MarkdownRenderer
-from localspec.tui.message_lines import Look, MessageLines
+from localspec.tui.message_lines import Block, Look, MessageLines
 from localspec.tui.wrap import wrap_text
 
 # Opening a chat renders this much of its end at once; a page of Markdown takes some 20 ms.
 VIEW_LINES = 500
-FINISHED_LINES = 2000
-MARGIN = 1
 # While an answer grows the view moves on by several lines at once: moving repaints every line on the screen.
 STEP_SHARE = 4
 MORE_MESSAGES = 40
@@ -42,24 +41,26 @@ class Transcript(ScrollView, can_focus=True):
     """Shows messages; follows the end while it is at the end."""
 
     BINDINGS = [  # noqa: RUF012 - the base class declares it
-        Binding("c", "chosen('copy')", "Copy message"),
+        Binding("up", "block(-1)", "Block above", show=False),
+        Binding("down", "block(1)", "Block below", show=False),
+        Binding("enter,space", "fold", "Fold"),
+        Binding("c", "chosen('copy')", "Copy"),
         Binding("y", "chosen('copy_code')", "Copy code"),
-        Binding("b", "chosen('branch')", "Branch here"),
         Binding("e", "chosen('edit')", "Edit and resend"),
+        Binding("r", "chosen('regenerate')", "Answer again"),
+        Binding("b", "chosen('branch')", "Branch here"),
         Binding("left", "chosen('previous')", "Previous branch", show=False),
         Binding("right", "chosen('next')", "Next branch", show=False),
     ]
 
     class Chosen(Message):
-        """A key or click asks for something to be done with a message (None: no message is marked)."""
+        """A key asks for something to be done with the marked message (None: none) or with a block of it."""
 
-        def __init__(self, action: str, message: Stored | None) -> None:
+        def __init__(self, action: str, message: Stored | None, block: Block | None = None) -> None:
             super().__init__()
             self.action = action
             self.message = message
-
-    class ThoughtClicked(Message):
-        """The header of a folded thought was clicked."""
+            self.block = block
 
     def __init__(self, *, dark: bool = True, id: str | None = None) -> None:
         # What is in view, from line `_window_top`; lines from `_changed_from` on must be made anew.
@@ -74,9 +75,9 @@ class Transcript(ScrollView, can_focus=True):
         self._starts: list[int] = []
         self._line_count = 0
         self._welcome = ""
-        self._cursor: int | None = None
+        self._mark: Mark | None = None
         self._base: Style | None = None
-        self._finished_lines: dict[int, tuple[Strip, Strip]] = {}
+        self._painter = LinePainter()
 
     # What the screen calls
 
@@ -92,7 +93,7 @@ class Transcript(ScrollView, can_focus=True):
                 item = MessageLines(message, place)
             item.update(message)
             items.append(item)
-        self._items, self._cursor = items, None
+        self._items, self._mark = items, None
         self._lay_out_from_end()
         self.follow()
 
@@ -140,6 +141,9 @@ class Transcript(ScrollView, can_focus=True):
             look.thoughts_open if thoughts_open is None else thoughts_open,
             look.drafts if drafts is None else drafts,
         )
+        if thoughts_open is not None:
+            for item in self._items:
+                item.forget_folds()
         at_end = self.is_vertical_scroll_end
         self._lay_out_from_end()
         if at_end:
@@ -156,28 +160,36 @@ class Transcript(ScrollView, can_focus=True):
 
     def move_cursor(self, step: int) -> None:
         """Mark the next (1) or previous (-1) message."""
-        if not self._items:
-            return
-        start = len(self._items) if self._cursor is None else self._cursor
-        self._cursor = max(0, min(len(self._items) - 1, start + step))
-        if self._cursor < self._first:
-            self._show_more(self._first - self._cursor)
-        top = self._starts[self._cursor - self._first]
-        self.scroll_to(y=max(0, top - 1), animate=False)
-        self.refresh()
+        if self._items:
+            self._set_mark(next_message(self._items, self._mark, step))
+
+    def move_block(self, step: int) -> None:
+        """Mark the next (1) or previous (-1) block, from one message to the next."""
+        if self._items:
+            self._set_mark(next_block(self._items, self._look, self._mark, step))
+
+    def unmark(self) -> None:
+        """Nothing is marked any more."""
+        if self._mark is not None:
+            self._mark = None
+            self.refresh()
 
     def go_to(self, message_id: int) -> None:
         """Mark a message and scroll to it."""
         for number, item in enumerate(self._items):
             if item.message.id == message_id:
-                self._cursor = number + 1
-                self.move_cursor(-1)
+                self._set_mark(Mark(number))
 
     def go_near(self, message: Stored) -> None:
         """Mark the shown sibling of a message."""
         for item in self._items:
             if item.message.parent_id == message.parent_id:
                 self.go_to(item.message.id)
+
+    @property
+    def marked_block(self) -> Block | None:
+        """The block under the cursor; None if nothing or a whole message is marked."""
+        return block_of(self._items, self._look, self._mark)
 
     @property
     def plain_text(self) -> str:
@@ -187,7 +199,7 @@ class Transcript(ScrollView, can_focus=True):
     # Textual
 
     def on_resize(self, event: events.Resize) -> None:
-        self._finished_lines.clear()
+        self._painter.forget()
         width = self.scrollable_content_region.width - 2 * MARGIN
         if width != self._look.width and width > 0:
             at_end = self.is_vertical_scroll_end
@@ -204,20 +216,35 @@ class Transcript(ScrollView, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         y = event.y + self.scroll_offset.y
         number = bisect_right(self._starts, y) - 1
-        if 0 <= number < len(self._starts):
-            item = self._items[self._first + number]
-            if item.thought_header_line == y - self._starts[number]:
-                self.post_message(self.ThoughtClicked())
+        if self.text_selection is not None or not 0 <= number < len(self._starts):
+            return
+        item = self._items[self._first + number]
+        block, is_fold = block_at(item, self._look, y - self._starts[number])
+        self._mark = Mark(self._first + number, block)
+        if is_fold:
+            self.action_fold()
+        self.refresh()
+
+    def action_block(self, step: int) -> None:
+        self.move_block(step)
+
+    def action_fold(self) -> None:
+        """Fold or unfold the marked block; of a marked message, its thought or first block that folds."""
+        fold = fold_of(self._items, self._look, self._mark) if self._mark is not None else ""
+        if fold and self._mark is not None:
+            self._items[self._mark.item].toggle(fold, self._look)
+            self._lay_out()
+            self._show_mark()
 
     def action_chosen(self, action: str) -> None:
-        message = None if self._cursor is None else self._items[self._cursor].message
-        self.post_message(self.Chosen(action, message))
+        message = None if self._mark is None else self._items[self._mark.item].message
+        self.post_message(self.Chosen(action, message, self.marked_block))
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """Finished lines. Every paint, however small, asks for all of them, so those in view are kept as a list."""
         top, (width, height) = self.scroll_offset.y, self.size
         is_whole = crop == Region(0, 0, width, height)
-        if not is_whole or self.text_selection is not None or self._cursor is not None:
+        if not is_whole or self.text_selection is not None or self._mark is not None:
             start, end = crop.column_span
             strips = [self._finished(top + y) for y in crop.line_range]
             return strips if (start, end) == (0, width) else [strip.crop(start, end) for strip in strips]
@@ -241,7 +268,7 @@ class Transcript(ScrollView, can_focus=True):
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._base = None
-        self._finished_lines.clear()
+        self._painter.forget()
 
     @property
     def allow_select(self) -> bool:
@@ -268,52 +295,61 @@ class Transcript(ScrollView, can_focus=True):
         strips = self._items[self._first + number].strips(self._look)
         offset = y - self._starts[number]
         strip = strips[offset] if offset < len(strips) else Strip([], 0)
-        is_marked = self._cursor is not None and self._first + number == self._cursor
+        is_marked = self._mark is not None and self._first + number == self._mark.item
         return strip.apply_style(_CURSOR) if is_marked and offset == 0 else strip
 
     def _finished(self, line_number: int) -> Strip:
         source, selection = self._line(line_number), self.text_selection
-        kept = self._finished_lines.get(line_number)
-        if kept is not None and kept[0] is source and selection is None:
-            return kept[1]
+        is_marked = line_number in self._marked_lines()
+        if selection is None and not is_marked:
+            kept = self._painter.kept(line_number, source)
+            if kept is not None:
+                return kept
+        shown = source
         if selection is not None:
-            return self._finish(self._selected(source, selection, line_number), line_number)
-        strip = self._finish(source, line_number)
-        if len(self._finished_lines) > FINISHED_LINES:
-            self._finished_lines.clear()
-        self._finished_lines[line_number] = (source, strip)
-        return strip
-
-    def _finish(self, source: Strip, line_number: int) -> Strip:
-        # One new strip a line: strips are heavy objects, and a chain of their methods would make six.
+            style = self.screen.get_component_rich_style("screen--selection")
+            shown = selected(source, selection, line_number, style)
         if self._base is None:
             self._base = self.rich_style
-        base, width = self._base, self.size.width
-        segments, x = [Segment(" " * MARGIN, base)], 0
-        for text, style, _ in source:
-            place = Style.from_meta({"offset": (x, line_number)})
-            segments.append(Segment(text, (base + style if style else base) + place))
-            x += len(text)
-        rest = width - MARGIN - source.cell_length
-        if rest > 0:
-            segments.append(Segment(" " * rest, base))
-        for line_filter in self.get_line_filters():
-            segments = line_filter.apply(segments, self.background_colors[1])
-        strip = Strip(segments, width - min(rest, 0))
-        return strip if rest >= 0 else strip.crop(0, width)
+        finished = self._painter.finish(
+            shown,
+            line_number,
+            self.size.width,
+            self._base,
+            is_marked=is_marked,
+            filters=self.get_line_filters(),
+            background=self.background_colors[1],
+        )
+        if selection is None and not is_marked:
+            self._painter.keep(line_number, source, finished)
+        return finished
 
-    def _selected(self, strip: Strip, selection: Selection, line_number: int) -> Strip:
-        span = selection.get_span(line_number)
-        if span is None:
-            return strip
-        text, (start, end) = strip.text, span
-        low = cell_len(text[:start])
-        high = strip.cell_length if end == -1 else min(strip.cell_length, cell_len(text[:end]))
-        if high <= low:
-            return strip
-        style = self.screen.get_component_rich_style("screen--selection")
-        marked = Strip([Segment(s.text, (s.style or Style.null()) + style) for s in strip.crop(low, high)])
-        return Strip.join([strip.crop(0, low), marked, strip.crop(high, strip.cell_length)])
+    def _marked_lines(self) -> range:
+        mark, block = self._mark, self.marked_block
+        if mark is None or block is None or mark.item < self._first:
+            return range(0)
+        start = self._starts[mark.item - self._first]
+        return range(start + block.start, start + block.end)
+
+    def _set_mark(self, mark: Mark) -> None:
+        self._mark = mark
+        if mark.item < self._first:
+            self._show_more(self._first - mark.item)
+        self._show_mark()
+
+    def _show_mark(self) -> None:
+        """Scroll as little as shows what is marked, its beginning if it is larger than the view."""
+        mark, block = self._mark, self.marked_block
+        if mark is not None:
+            top = self._starts[mark.item - self._first]
+            if block is None:
+                self.scroll_to(y=max(0, top - 1), animate=False)
+            else:
+                start, end = top + block.start, top + block.end
+                y = min(max(self.scroll_y, end - self.size.height), start - 1)
+                if y != self.scroll_y:
+                    self.scroll_to(y=max(0, y), animate=False)
+        self.refresh()
 
     def _lay_out_from_end(self) -> None:
         if self._look.width <= 0:
@@ -323,6 +359,8 @@ class Transcript(ScrollView, can_focus=True):
             first -= 1
             lines += len(self._items[first].strips(self._look))
         self._first = first
+        for item in self._items[:first]:
+            item.drop()
         self._lay_out()
 
     def _lay_out(self) -> None:
