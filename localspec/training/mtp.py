@@ -1,0 +1,124 @@
+"""The multi-token-prediction block of Qwen3.5 checkpoints in training, unrolled on its own output like EAGLE-3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from localspec.drafters.mtp import PREFIX, MtpShape, shape_of
+from localspec.training.answers import Batch
+from localspec.training.drafting import DraftVocabulary, Loss, Teacher, soft_loss
+from localspec.training.eagle3 import STEP_WEIGHT, TRAINED_STEPS, chain_mask
+from localspec.training.hybrid import GatedAttention
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise
+from localspec.training.target import Hiddens, Target
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: MtpShape) -> None:
+        super().__init__()
+        hidden, eps = shape.attention.hidden_size, shape.attention.norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps, plus_one=True)
+        self.post_attention_layernorm = RmsNorm(hidden, eps, plus_one=True)
+        self.self_attn = GatedAttention(shape.attention)
+        self.mlp = GatedMlp(hidden, shape.intermediate_size)
+
+
+class MtpModule(nn.Module):
+    """Parameters under the names behind `mtp.`."""
+
+    def __init__(self, shape: MtpShape) -> None:
+        super().__init__()
+        hidden, eps = shape.attention.hidden_size, shape.attention.norm_eps
+        self.fc = Matrix(hidden, 2 * hidden)
+        self.pre_fc_norm_embedding = RmsNorm(hidden, eps, plus_one=True)
+        self.pre_fc_norm_hidden = RmsNorm(hidden, eps, plus_one=True)
+        self.layers = nn.ModuleList([_Layer(shape)])
+        self.norm = RmsNorm(hidden, eps, plus_one=True)
+
+
+class TrainableMtp:
+    """Meets `TrainableDrafter`; embedding and head are the target's and stay as they are."""
+
+    kind = "mtp"
+    layer_outputs: tuple[int, ...] = ()
+
+    def __init__(self, config: Mapping[str, Any], target: Target, seed: int) -> None:
+        """config: of the target. Raises ValueError if it describes no model that can carry such a block."""
+        self.config = dict(config)
+        self.shape = shape_of(config)
+        self._target = target
+        self.vocabulary = DraftVocabulary(None, target.vocab_size)
+        self.net = MtpModule(self.shape)
+        self.module: nn.Module = self.net
+        initialise(self.net, seed)
+        with torch.no_grad():
+            hidden = target.hidden_size
+            self.net.fc.weight[:, hidden:] += torch.eye(hidden)
+        self.net.to(target.device)
+        self._teacher = Teacher(target, self.vocabulary)
+        self._inv_freq = self.shape.inv_freq.to(target.device)
+
+    def unroll(self, tokens: Tensor, final: Tensor, steps: int) -> list[Tensor]:
+        """tokens [B, T], final [B, T, D] -> for each step [B, T, D] after the block's norm, by beginning."""
+        net, layer = self.net, cast(_Layer, self.net.layers[0])
+        hidden, length = final, tokens.shape[1]
+        places = torch.arange(length, device=tokens.device)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for step in range(steps):
+            following = functional.pad(tokens[:, step + 1 :], (0, min(step + 1, length)))[:, :length]
+            embedding = net.pre_fc_norm_embedding.norm(self._target.embed(following))
+            normed = net.pre_fc_norm_hidden.norm(hidden)
+            x = net.fc.multiply(torch.cat([embedding.to(normed.dtype), normed], dim=-1))
+            q, gate, k, v = layer.self_attn.heads(layer.input_layernorm.norm(x), (places + step)[None], self._inv_freq)
+            keys.append(k)
+            values.append(v)
+            visible = chain_mask(length, step, tokens.device)[None] if step else None
+            mixed = attend(q, torch.cat(keys, dim=1), torch.cat(values, dim=1), visible)
+            x = x + layer.self_attn.finish(mixed, gate)
+            x = x + layer.mlp.run(layer.post_attention_layernorm.norm(x))
+            hidden = net.norm.norm(x)
+            outputs.append(hidden)
+        return outputs
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return functional.linear(hidden, self._target.head_rows(None).to(hidden.dtype))
+
+    def loss(self, batch: Batch, hiddens: Hiddens, generator: torch.Generator) -> Loss:
+        """Mean over the steps, later ones weighing less."""
+        del generator
+        law = self._teacher.law(batch, hiddens, batch.label_rows)
+        column = batch.label_rows % batch.tokens.shape[1]
+        total = law.new_zeros((), dtype=torch.float32)
+        parts: dict[str, Tensor] = {}
+        shares = [STEP_WEIGHT**step for step in range(TRAINED_STEPS)]
+        for step, hidden in enumerate(self.unroll(batch.tokens, hiddens.final, TRAINED_STEPS)):
+            begun = column - step - 2
+            rows = hidden.flatten(0, 1)[batch.label_rows - step - 2 - begun.clamp(max=0)]
+            loss = soft_loss(self.logits(rows), law, (begun >= 0).float())
+            parts[f"step {step}"] = loss.detach()
+            total = total + shares[step] * loss
+        return Loss(total / sum(shares), parts)
+
+    @torch.no_grad()
+    def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
+        """See `TrainableDrafter.matches`; the chain behind newest token j began at j - 1."""
+        tokens = batch.tokens
+        found = torch.zeros(*tokens.shape, depth, dtype=torch.bool, device=tokens.device)
+        for step, hidden in enumerate(self.unroll(tokens, hiddens.final, depth)):
+            usable = tokens.shape[1] - step - 2
+            if usable > 0:
+                drafts = self.logits(hidden[:, :usable]).argmax(dim=-1)
+                found[:, 1 : 1 + usable, step] = drafts == tokens[:, step + 2 :]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What belongs into the target's checkpoint, in BF16."""
+        return {f"{PREFIX}{name}": each.detach().cpu().to(torch.bfloat16) for name, each in self.net.named_parameters()}

@@ -1,0 +1,125 @@
+"""Differentiable parts of draft networks. Parameters carry the names of the checkpoint layouts that they are saved in.
+
+Matrices can be rounded to NVFP4 in the forward pass with gradients passed straight through, so that a drafter that is
+stored in four bits is trained in four bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from localspec.kernels.nvfp4_pack import BLOCK, quantise_nvfp4
+
+START_DEVIATION = 0.02
+
+
+class Matrix(nn.Module):
+    """`weight` [N, K] float32. `rounded`: multiply by its nearest NVFP4 values."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+        self.rounded = False
+
+    @property
+    def can_round(self) -> bool:
+        """Whether the form holds such a matrix."""
+        return self.weight.shape[1] % BLOCK == 0
+
+    def value(self) -> Tensor:
+        """[N, K]: what is multiplied by."""
+        if not (self.rounded and self.can_round):
+            return self.weight
+        return _Rounded.apply(self.weight)  # type: ignore[no-untyped-call, no-any-return]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        return functional.linear(x, self.value())
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows by id: [...] int64 -> [..., K]."""
+        return functional.embedding(ids, self.value())
+
+
+class _Rounded(torch.autograd.Function):
+    """Nearest NVFP4 values; the gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        del ctx
+        return quantise_nvfp4(weight.detach(), "max").dequantise()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0]
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * w, or * (1 + w) with `plus_one`; in float32."""
+
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
+        self.eps, self.plus_one = eps, plus_one
+
+    def norm(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same."""
+        scale = self.weight + 1.0 if self.plus_one else self.weight
+        return functional.rms_norm(x.float(), (x.shape[-1],), scale, self.eps).to(x.dtype)
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = Matrix(inner, hidden), Matrix(inner, hidden), Matrix(hidden, inner)
+
+    def run(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return self.down_proj.multiply(functional.silu(self.gate_proj.multiply(x)) * self.up_proj.multiply(x))
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """x [B, T, H, D], positions [B, T] or [1, T] -> the first 2 * len(inv_freq) dims turned to their positions."""
+    angles = positions.float()[:, :, None, None] * inv_freq
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    half = inv_freq.shape[0]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """q [B, T, H, D]; k, v [B, U, Hkv, D]; visible [B or 1, T, U] bool, None: causal (T = U) -> [B, T, H * D]."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (each.repeat_interleave(group, dim=2).transpose(1, 2) for each in (k, v))
+    mask = None if visible is None else visible[:, None]
+    mixed = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=visible is None
+    )
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fill the matrices from a seed; the last one of each sublayer starts small, so that a layer starts as a no-op."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, part in module.named_modules():
+        if isinstance(part, Matrix):
+            small = name.endswith(("o_proj", "down_proj", "out_proj"))
+            values = torch.randn(part.weight.shape, generator=generator) * START_DEVIATION
+            with torch.no_grad():
+                part.weight.copy_(values * 0.1 if small else values)
+
+
+def set_rounding(module: nn.Module, rounded: bool) -> None:
+    """Switch rounding to NVFP4 of every matrix."""
+    for part in module.modules():
+        if isinstance(part, Matrix):
+            part.rounded = rounded

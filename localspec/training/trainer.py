@@ -1,0 +1,236 @@
+"""The training loop: batches in, a drafter out, with measurements on held-out answers, checkpoints and resumption.
+
+What happens at a step is a function of the plan, the seed and the step alone; the checkpoint holds parameters, moments
+and the curve, so a run that was killed ends with the weights of one that was not. Memory is bounded by one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localspec.storage.safetensors import SafetensorsFile, TensorItem, write_safetensors
+from localspec.training.answers import AnswerStore, BatchPlan, epoch_batches
+from localspec.training.drafting import Tally, TrainableDrafter, walk
+from localspec.training.parts import set_rounding
+from localspec.training.target import Target
+
+STATE_FILE = "training.safetensors"
+MEASURED_DEPTH = 4
+CALIBRATION_STEPS = 12
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """How to train. `rounding_from`: share of the steps after which matrices are rounded to NVFP4; None: never."""
+
+    steps: int
+    batches: BatchPlan
+    learning_rate: float = 1e-3
+    warm_up_share: float = 0.03
+    floor_share: float = 0.03
+    weight_decay: float = 0.01
+    rounding_from: float | None = None
+    measure_every: int = 200
+    save_every: int = 200
+    measured_sequences: int = 256
+    depth: int = MEASURED_DEPTH
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: linear warm-up, then a cosine down to a floor."""
+        warm = max(1, round(self.steps * self.warm_up_share))
+        if step < warm:
+            return self.learning_rate * (step + 1) / warm
+        share = (step - warm) / max(1, self.steps - warm)
+        return self.learning_rate * (self.floor_share + (1 - self.floor_share) * (1 + math.cos(math.pi * share)) / 2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. length: mean acceptance length on held-out answers; rates: share of steps that accept draft k."""
+
+    step: int
+    loss: float
+    length: float
+    rates: tuple[float, ...]
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """One run in a folder."""
+
+    def __init__(
+        self, drafter: TrainableDrafter, target: Target, store: AnswerStore, plan: TrainPlan, folder: Path
+    ) -> None:
+        """Raises ValueError if there is nothing to train on or to measure with."""
+        self.drafter, self.target, self.store, self.plan, self.folder = drafter, target, store, plan, folder
+        self._train, self._held_out = store.select(held_out=False), store.select(held_out=True, greedy=True)
+        if not len(self._train) or not len(self._held_out):
+            raise ValueError("the store needs answers to train on and held-out ones to measure with; add prompts")
+        self._held_out = self._held_out[: plan.measured_sequences]
+        parameters = list(drafter.module.parameters())
+        groups = [
+            {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": plan.weight_decay},
+            {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+        ]
+        on_card = target.device.type == "cuda"
+        self._optimiser = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=BETAS, fused=on_card)
+        self._epochs: dict[int, list[list[int]]] = {}
+        self.step, self.curve = 0, list[Point]()
+
+    def run(self, report: Report) -> list[Point]:
+        """Train to the end, from the checkpoint if there is one. Returns the curve."""
+        self._restore()
+        recent: list[Tensor] = []
+        parts: dict[str, Tensor] = {}
+        started = time.monotonic()
+        while self.step < self.plan.steps:
+            self._set_rounding(self.step)
+            rate = self.plan.rate(self.step)
+            for group in self._optimiser.param_groups:
+                group["lr"] = rate
+            loss, parts = self._backward(self.step)
+            torch.nn.utils.clip_grad_norm_(self.drafter.module.parameters(), CLIP)
+            self._optimiser.step()
+            recent.append(loss)
+            self.step += 1
+            last = self.step == self.plan.steps
+            if self.step % self.plan.measure_every == 0 or last:
+                point = self._point(recent, parts)
+                recent = []
+                self.curve.append(point)
+                report(f"{told(point, self.plan.steps)} {time.monotonic() - started:.0f} s")
+            if self.step % self.plan.save_every == 0 or last:
+                self.save()
+        self._set_rounding(self.plan.steps)
+        return self.curve
+
+    def seconds_a_step(self) -> float:
+        """Time of one step, from a few whose gradients are thrown away."""
+        times: list[float] = []
+        for step in range(CALIBRATION_STEPS):
+            begun = time.perf_counter()
+            float(self._backward(step)[0])
+            times.append(time.perf_counter() - begun)
+        self._optimiser.zero_grad(set_to_none=True)
+        return float(np.mean(times[CALIBRATION_STEPS // 3 :]))
+
+    @torch.no_grad()
+    def measure(self, entries: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Tally:
+        """Greedy acceptance over answers of the store."""
+        tally = Tally()
+        plan = BatchPlan(self.plan.batches.tokens_per_batch // 2, self.plan.batches.max_tokens, 0)
+        for batch_entries in epoch_batches(self.store, np.asarray(entries), plan, 0):
+            batch = self.store.batch(batch_entries, plan.max_tokens, self.target.device)
+            with self._autocast():
+                hiddens = self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
+                walk(self.drafter.matches(batch, hiddens, self.plan.depth), batch, tally)
+        return tally
+
+    def save(self) -> None:
+        """Write the checkpoint; it appears whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        items: list[TensorItem] = []
+        for name, parameter in self.drafter.module.named_parameters():
+            moments = self._optimiser.state.get(parameter, {})
+            zeros = torch.zeros_like(parameter)
+            for part, tensor in (
+                ("value", parameter.detach()),
+                ("exp_avg", moments.get("exp_avg", zeros)),
+                ("exp_avg_sq", moments.get("exp_avg_sq", zeros)),
+            ):
+                array = tensor.float().cpu().contiguous().numpy()
+                items.append((f"{name}/{part}", "F32", tuple(array.shape), array.reshape(-1).view(np.uint8)))
+        curve = json.dumps([asdict(point) for point in self.curve])
+        write_safetensors(self.folder / STATE_FILE, items, {"step": str(self.step), "curve": curve, "plan": self._key()})
+
+    def _restore(self) -> None:
+        path = self.folder / STATE_FILE
+        if not path.is_file():
+            return
+        with SafetensorsFile.open(path) as file:
+            if file.metadata.get("plan") != self._key():
+                raise ValueError(f"{path} belongs to another training; take another folder or delete it")
+            self.step = int(file.metadata["step"])
+            self.curve = [_point_of(each) for each in json.loads(file.metadata["curve"])]
+            for name, parameter in self.drafter.module.named_parameters():
+                read = {part: _tensor(file, f"{name}/{part}") for part in ("value", "exp_avg", "exp_avg_sq")}
+                with torch.no_grad():
+                    parameter.copy_(read["value"])
+                state = {part: read[part].to(parameter.device) for part in ("exp_avg", "exp_avg_sq")}
+                counted = torch.tensor(float(self.step), device=parameter.device if self._fused else "cpu")
+                self._optimiser.state[parameter] = {"step": counted, **state}
+
+    @property
+    def _fused(self) -> bool:
+        return self.target.device.type == "cuda"
+
+    def _key(self) -> str:
+        """What must agree for a checkpoint to be gone on with."""
+        config = {"plan": asdict(self.plan), "drafter": self.drafter.config, "sequences": len(self._train)}
+        return json.dumps(config, sort_keys=True)
+
+    def _backward(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = self.store.batch(self._entries(step), self.plan.batches.max_tokens, self.target.device)
+        generator = torch.Generator().manual_seed(self.plan.batches.seed * 1_000_003 + step)
+        self._optimiser.zero_grad(set_to_none=True)
+        with self._autocast():
+            hiddens = self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
+            loss = self.drafter.loss(batch, hiddens, generator)
+        loss.value.backward()  # type: ignore[no-untyped-call]
+        return loss.value.detach(), dict(loss.parts)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self._fused)
+
+    def _entries(self, step: int) -> list[int]:
+        """Entries of a step's batch; epochs differ in their number of batches."""
+        epoch = 0
+        while True:
+            if epoch not in self._epochs:
+                self._epochs[epoch] = epoch_batches(self.store, self._train, self.plan.batches, epoch)
+            if step < len(self._epochs[epoch]):
+                return self._epochs[epoch][step]
+            step -= len(self._epochs[epoch])
+            epoch += 1
+
+    def _set_rounding(self, step: int) -> None:
+        begin = self.plan.rounding_from
+        set_rounding(self.drafter.module, begin is not None and step >= begin * self.plan.steps)
+
+    def _point(self, recent: list[Tensor], parts: dict[str, Tensor]) -> Point:
+        tally = self.measure(self._held_out)
+        return Point(
+            step=self.step,
+            loss=round(float(torch.stack(recent).mean()), 4),
+            length=round(tally.length, 4),
+            rates=tuple(tally.per_position),
+            parts={name: round(float(part), 4) for name, part in parts.items()},
+        )
+
+
+def told(point: Point, steps: int) -> str:
+    """A line for people."""
+    rates = " ".join(f"{rate:.2f}" for rate in point.rates)
+    return f"step {point.step}/{steps}: loss {point.loss:.3f}, acceptance length {point.length:.2f} ({rates})"
+
+
+def _point_of(found: dict[str, Any]) -> Point:
+    return Point(found["step"], found["loss"], found["length"], tuple(found["rates"]), dict(found["parts"]))
+
+
+def _tensor(file: SafetensorsFile, name: str) -> Tensor:
+    array = np.frombuffer(file.tensor_bytes(name), dtype=np.float32).copy()
+    return torch.from_numpy(array).view(file.entry(name).shape)
