@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from localspec.hub.layout import check_file_name, check_model_id
 from localspec.hub.records import HubError
+from localspec.hub.toml_table import Table
 
 FORMAT_VERSION = 1
 MAX_CATALOGUE_BYTES = 1 << 20
@@ -24,6 +25,7 @@ FORMATS = ("gguf", "nvfp4", "fp8", "bf16", "mxfp4")
 DRAFTER_FORMAT = "drafter"
 """Format of the entries that `drafter_entry` makes: a config.json of its own kind, and no tokenizer."""
 DRAFTER_KINDS = ("mtp", "eagle3", "dflash", "dspark", "draft_model")
+MTP_INCLUDE = ("config.json", "*.safetensors", "*.safetensors.index.json")
 DEFAULT_INCLUDE = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*")
 SAMPLING_KEYS = (
     "temperature",
@@ -38,8 +40,6 @@ _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}==[0-9][A-Za-z0-9.+]{0,39}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-T = TypeVar("T")
 
 
 def _empty_mapping() -> Mapping[Any, Any]:
@@ -63,6 +63,8 @@ class HubSource:
     revision: str = "main"
     files: tuple[PinnedFile, ...] = ()
     include: tuple[str, ...] = ()
+    tensors: str = ""
+    """Where set, only the tensors whose names begin so are wanted, not whole weight files."""
     mirrors: tuple[str, ...] = ()
     """Addresses that serve the same repository under the same paths, tried after the hub."""
 
@@ -179,14 +181,43 @@ def drafter_entry(catalogue: Catalogue, model: ModelEntry, kind: str) -> ModelEn
     if drafter is None:
         known = ", ".join(d.kind for d in model.drafters) or "none"
         raise HubError(f"{model.id} has no drafter {kind!r}; known for it: {known}")
+    drafter_id, title = check_model_id(f"{model.id}.{kind}"), f"{kind} for {model.title}"
     if drafter.model is not None:
-        return catalogue.find(drafter.model)
+        # It runs as a model of its own, so it is fetched, checked and converted as one.
+        small = catalogue.find(drafter.model)
+        return replace(small, id=drafter_id, title=title, aliases=(), demo=False, advice="")
     if drafter.repo is None:
         raise HubError(f"the drafter {kind} of {model.id} comes with the model itself; there is nothing to pull")
-    entry = entry_for_repo(drafter.repo)
-    return replace(
-        entry, id=check_model_id(f"{model.id}.{kind}"), title=f"{kind} for {model.title}", format=DRAFTER_FORMAT
-    )
+    entry = replace(entry_for_repo(drafter.repo), id=drafter_id, title=title, format=DRAFTER_FORMAT)
+    if kind != "mtp":
+        return entry
+    return replace(entry, sources=(HubSource(drafter.repo, include=MTP_INCLUDE, tensors="mtp."),))
+
+
+def find_drafter(catalogue: Catalogue, name: str) -> tuple[ModelEntry, str] | None:
+    """Model and kind of a drafter by the name that it is installed under (`MODEL.KIND`) or its repository's address."""
+    for model in catalogue.models:
+        for drafter in model.drafters:
+            names = [f"{each}.{drafter.kind}" for each in (model.id, *model.aliases)]
+            # The base repository of an mtp block is a model of its own under its address.
+            if name in names or (name == drafter.repo and drafter.kind != "mtp"):
+                return model, drafter.kind
+    return None
+
+
+def with_drafter(model: ModelEntry, kind: str, repo: str) -> ModelEntry:
+    """The model with a drafter of the user's choice. Raises HubError for a kind or an address that is none."""
+    if kind not in DRAFTER_KINDS:
+        raise HubError(f"there is no kind of drafter {kind!r}; there are {', '.join(DRAFTER_KINDS)}")
+    if not _REPO.fullmatch(repo):
+        raise HubError(f"{repo!r} is not a hub address of the form 'owner/name'")
+    others = tuple(each for each in model.drafters if each.kind != kind)
+    return replace(model, drafters=(*others, DrafterEntry(kind, repo)))
+
+
+def is_repo(name: str) -> bool:
+    """Whether a text is an address `owner/name`."""
+    return _REPO.fullmatch(name) is not None and ".." not in name
 
 
 def id_from_name(name: str) -> str:
@@ -223,7 +254,7 @@ def read_catalogue_file(path: Path) -> tuple[ModelEntry, ...]:
         document = tomllib.loads(raw.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the parser has errors of all these kinds
         raise HubError(f"{path} cannot be read as TOML: {error}") from error
-    root = _Table(document, str(path))
+    root = Table(document, str(path))
     version = root.take("format_version", int)
     if version != FORMAT_VERSION:
         raise HubError(f"{path} has format_version {version}, this program reads {FORMAT_VERSION}")
@@ -234,64 +265,7 @@ def read_catalogue_file(path: Path) -> tuple[ModelEntry, ...]:
     return models
 
 
-class _Table:
-    """A TOML table from which keys are taken with their type; whatever is left at `finish` is an error."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values = dict(values)
-        self.where = where
-
-    def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        if key not in self._values:
-            if default is None:
-                raise HubError(f"{self.where}: the key {key!r} is missing")
-            return default
-        value = self._values.pop(key)
-        # bool is an int to isinstance; `demo = 1` and `top_k = true` are mistakes.
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise HubError(f"{self.where}: {key!r} is {value!r}, a {kind.__name__} is needed")
-        return value
-
-    def text(self, key: str, pattern: re.Pattern[str], default: str | None = None) -> str:
-        value = self.take(key, str, default)
-        if not pattern.fullmatch(value):
-            raise HubError(f"{self.where}: {key!r} is {value!r}, which is not of the form {pattern.pattern}")
-        return value
-
-    def choice(self, key: str, options: tuple[str, ...]) -> str:
-        value = self.take(key, str)
-        if value not in options:
-            raise HubError(f"{self.where}: {key!r} is {value!r}; one of {', '.join(options)} is needed")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.take(key, int, default)
-        if value < 0:
-            raise HubError(f"{self.where}: {key!r} is {value}, it cannot be negative")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        values: list[Any] = self.take(key, list, [])
-        if not all(isinstance(value, str) for value in values):
-            raise HubError(f"{self.where}: {key!r} must be a list of texts")
-        return tuple(values)
-
-    def tables(self, key: str) -> list[_Table]:
-        values: list[Any] = self.take(key, list, [])
-        if not all(isinstance(value, dict) for value in values):
-            raise HubError(f"{self.where}: {key!r} must be a list of tables")
-        return [_Table(value, f"{self.where}, {key} {i + 1}") for i, value in enumerate(values)]
-
-    def items(self, key: str) -> list[tuple[str, Any]]:
-        values: dict[str, Any] = self.take(key, dict, {})
-        return list(values.items())
-
-    def finish(self) -> None:
-        if self._values:
-            raise HubError(f"{self.where}: the key {min(self._values)!r} is not known; remove it or correct its name")
-
-
-def _read_model(table: _Table) -> ModelEntry:
+def _read_model(table: Table) -> ModelEntry:
     model_id = check_model_id(table.take("id", str))
     table.where = f"{table.where.split(',')[0]}, model {model_id}"
     entry = ModelEntry(
@@ -317,14 +291,14 @@ def _read_model(table: _Table) -> ModelEntry:
     return replace(entry, base=base)
 
 
-def _read_source(table: _Table) -> Source:
+def _read_source(table: Table) -> Source:
     kind = table.choice("kind", ("hub", "wheel"))
     source = _read_hub_source(table) if kind == "hub" else _read_wheel_source(table)
     table.finish()
     return source
 
 
-def _read_hub_source(table: _Table) -> HubSource:
+def _read_hub_source(table: Table) -> HubSource:
     files = []
     for entry in table.tables("files"):
         files.append(
@@ -347,7 +321,7 @@ def _read_hub_source(table: _Table) -> HubSource:
     return source
 
 
-def _read_wheel_source(table: _Table) -> WheelSource:
+def _read_wheel_source(table: Table) -> WheelSource:
     return WheelSource(
         requirement=table.text("requirement", _REQUIREMENT),
         wheel_name=check_file_name(table.take("wheel_name", str)),
@@ -359,7 +333,7 @@ def _read_wheel_source(table: _Table) -> WheelSource:
     )
 
 
-def _read_drafter(table: _Table) -> DrafterEntry:
+def _read_drafter(table: Table) -> DrafterEntry:
     kind = table.choice("kind", DRAFTER_KINDS)
     repo, model = table.take("repo", str, ""), table.take("model", str, "")
     drafter = DrafterEntry(kind, repo or None, model or None, table.take("verified", bool))
@@ -371,7 +345,7 @@ def _read_drafter(table: _Table) -> DrafterEntry:
     return drafter
 
 
-def _read_preset(table: _Table, name: str, keys: Any) -> Mapping[str, float | int]:
+def _read_preset(table: Table, name: str, keys: Any) -> Mapping[str, float | int]:
     if not isinstance(keys, dict):
         raise HubError(f"{table.where}: sampling.{name} must be a table")
     for key, value in keys.items():
@@ -384,7 +358,7 @@ def _read_preset(table: _Table, name: str, keys: Any) -> Mapping[str, float | in
     return MappingProxyType(dict(keys))
 
 
-def _read_contexts(table: _Table) -> Mapping[int, int]:
+def _read_contexts(table: Table) -> Mapping[int, int]:
     contexts = {}
     for gib, tokens in table.items("context_tokens"):
         if not gib.isdecimal() or type(tokens) is not int or tokens <= 0:

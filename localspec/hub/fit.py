@@ -14,6 +14,7 @@ from typing import Any
 
 from localspec.hub import layout
 from localspec.hub.catalogue import Catalogue, ModelEntry
+from localspec.hub.parts import EMBEDDING_PREFIXES, MTP_PREFIXES, VISION_PREFIXES
 from localspec.hub.records import HubError
 from localspec.storage.errors import DamagedFile
 from localspec.storage.safetensors import SafetensorsFile
@@ -25,9 +26,6 @@ STATE_COPIES = 2
 CONTEXT_STEP_TOKENS = 256
 SOLD_SIZE_SHARE = 0.93
 KV_DTYPE_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp8": 1.0}
-_VISION_PREFIXES = ("visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
-_EMBEDDINGS = ("model.embed_tokens.", "model.language_model.embed_tokens.", "embed_tokens.")
-_MTP_PREFIXES = ("mtp.", "model.mtp.")
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,11 @@ def weights_of(directory: Path) -> WeightBytes:
 
 
 def _part_of(name: str, tied: bool) -> str:
-    if name.startswith(_VISION_PREFIXES):
+    if name.startswith(VISION_PREFIXES):
         return "vision"
-    if name.startswith(_MTP_PREFIXES):
+    if name.startswith(MTP_PREFIXES):
         return "mtp"
-    return "embedding" if name.startswith(_EMBEDDINGS) and not tied else "body"
+    return "embedding" if name.startswith(EMBEDDING_PREFIXES) and not tied else "body"
 
 
 def cache_shape(config: Mapping[str, Any]) -> CacheShape:

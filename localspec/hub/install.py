@@ -27,12 +27,13 @@ CONVERTED_SIZE_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A checked file. `taking`: own files are linked and later removed, shared ones linked, foreign ones copied."""
+    """A checked file. `taking`: own files are linked and later removed, shared ones linked, foreign ones copied, and
+    those of the model that is replaced linked or else copied."""
 
     name: str
     path: Path
     sha256: str | None
-    taking: Literal["own", "shared", "copied"]
+    taking: Literal["own", "shared", "copied", "kept"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def install(files: Sequence[LocalFile], model: NewModel, data_dir: Path, meter: 
             for file in files:
                 _take(file, directory / layout.check_file_name(file.name))
             known_sha256 = {file.name: file.sha256 for file in files if file.sha256 is not None}
+            known_sha256 = {name: sha for name, sha in known_sha256.items() if not _narrow_index(directory / name)}
         meter.start("publish", f"installing {model.model_id}")
         described = layout.describe_files(directory, known_sha256)
         manifest = layout.Manifest(
@@ -77,6 +79,26 @@ def install(files: Sequence[LocalFile], model: NewModel, data_dir: Path, meter: 
             notes=model.notes,
         )
         return layout.publish(directory, manifest, data_dir)
+
+
+def _narrow_index(path: Path) -> bool:
+    """Leaves out of an index what was not fetched, so that other programs can read the folder; True if it changed."""
+    if not path.name.endswith(".safetensors.index.json"):
+        return False
+    document = layout.read_json(path)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict):
+        return False
+    here = {name: file for name, file in weight_map.items() if isinstance(file, str) and _is_beside(path, file)}
+    if len(here) == len(weight_map):
+        return False
+    path.unlink()
+    layout.write_json(path, {**document, "weight_map": here})
+    return True
+
+
+def _is_beside(path: Path, name: str) -> bool:
+    return "/" not in name and path.with_name(name).is_file()
 
 
 def _generation_defaults(sampling: Mapping[str, float | int]) -> Mapping[str, float | int]:
@@ -94,6 +116,8 @@ def _take(file: LocalFile, target: Path) -> None:
         # Another disk, or a file system without hard links.
         if file.taking == "own":
             file.path.rename(target)
+        elif file.taking == "kept":
+            shutil.copyfile(file.path, target)
         else:
             target.symlink_to(file.path)
     if file.taking == "own":

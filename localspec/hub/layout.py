@@ -24,6 +24,8 @@ from localspec.storage.files import sync_directory
 
 LAYOUT_VERSION = 1
 MANIFEST_NAME = "localspec.json"
+PACKED_NAME = "weights.packed"
+"""Made from the other files for a card's kernels; not in the manifest, and may be deleted at any time."""
 TEMPORARY_PREFIX = ".tmp-"
 PARTIAL_DIRECTORY = ".partial"
 READ_BYTES = 4 << 20

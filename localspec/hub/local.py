@@ -148,7 +148,7 @@ def verify(data_dir: Path, model_id: str, on_file: Callable[[str], None] = lambd
             problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {record.size_bytes}")
         elif layout.sha256_of(path) != record.sha256:
             problems.append(f"{name} does not have the hash of the manifest")
-    known = {*model.manifest.files, layout.MANIFEST_NAME}
+    known = {*model.manifest.files, layout.MANIFEST_NAME, layout.PACKED_NAME}
     problems += [
         f"{p.name} does not belong to the model" for p in sorted(model.directory.iterdir()) if p.name not in known
     ]

@@ -36,10 +36,21 @@ def apply_pin(source: HubSource, pins: Mapping[str, Pin]) -> HubSource:
 
     Sources that the catalogue pins already are never changed.
     """
-    pin = pins.get(_key(source))
+    pin = pin_of(source, pins)
     if source.files or pin is None:
         return source
+    if source.tensors:
+        return replace(source, revision=pin.commit)
     return replace(source, revision=pin.commit, files=pin.files, include=())
+
+
+def pin_of(source: HubSource, pins: Mapping[str, Pin]) -> Pin | None:
+    """The pin of a source as the catalogue states it, or as `apply_pin` changed its revision."""
+    found = pins.get(_key(source))
+    if found is not None or not source.tensors:
+        return found
+    same = [pin for key, pin in pins.items() if pin.commit == source.revision and key.endswith(_suffix(source))]
+    return same[0] if same else None
 
 
 def read_pins(data_dir: Path) -> dict[str, Pin]:
@@ -98,4 +109,9 @@ def keep_pin(data_dir: Path, source: HubSource, commit: str, licence: str, files
 
 def _key(source: HubSource) -> str:
     """Patterns belong to the key: one repository may hold several models."""
-    return f"{source.repo}@{source.revision} {' '.join(source.include)}"
+    return f"{source.repo}@{source.revision}{_suffix(source)}"
+
+
+def _suffix(source: HubSource) -> str:
+    tensors = f" {source.tensors}*" if source.tensors else ""
+    return f" {' '.join(source.include)}{tensors}"

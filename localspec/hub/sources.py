@@ -18,7 +18,7 @@ from urllib.parse import quote, urldefrag, urljoin, urlsplit
 
 import httpx
 
-from localspec.hub.catalogue import HubSource, WheelSource
+from localspec.hub.catalogue import HubSource, WheelSource, is_repo
 from localspec.hub.layout import check_file_name
 from localspec.hub.records import HubError, HubSettings
 from localspec.hub.replies import get_reply, json_object
@@ -38,6 +38,8 @@ class Located:
     licence: str = ""
     commit: str = ""
     """Set when a listing was resolved, so that the result can be pinned."""
+    base_model: str = ""
+    """`owner/name` that the repository's card gives as its base."""
 
 
 def hub_addresses(source: HubSource, settings: HubSettings) -> tuple[str, ...]:
@@ -84,8 +86,11 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
     licence = card.get("license") if isinstance(card, dict) else None
     if not isinstance(licence, str) or len(licence) > 100 or not licence.isprintable():
         licence = ""
+    base = card.get("base_model") if isinstance(card, dict) else None
+    base = base[0] if isinstance(base, list) and len(base) == 1 else base
+    base = base if isinstance(base, str) and is_repo(base) else ""
     label = f"{source.repo}@{commit} on {urlsplit(address).hostname}"
-    return Located(label, files, licence, commit)
+    return Located(label, files, licence, commit, base)
 
 
 def explain_refusal(repo: str, address: str, settings: HubSettings) -> AccessRefused:

@@ -64,6 +64,12 @@ class FakeHub:
     token: str | None = None
     """Gated when set: requests need it."""
     licence: str = "apache-2.0"
+    base_model: str | None = None
+    commit: str = COMMIT
+    linked_etag: str | None = None
+    """What redirects state as the hash of the file; None: its own."""
+    others: list[FakeHub] = field(default_factory=list)
+    """Further repositories of the same hub, with files, faults and logs of their own."""
     wheels: dict[str, bytes] = field(default_factory=dict)
     html_index: bool = False
     index_hash: str | None = None
@@ -79,7 +85,8 @@ class FakeHub:
 
     def body_bytes_of(self, name: str) -> int:
         """Body bytes sent for a file, one-byte probes left out."""
-        wanted = (f"/cdn/{name}", f"/resolve/{COMMIT}/{name}", f"/resolve/main/{name}", f"/files/{name}")
+        places = (f"/resolve/{self.commit}", "/resolve/main", "/files", "/cdn", f"/cdn/@{self.repo}")
+        wanted = tuple(f"{place}/{name}" for place in places)
         return sum(r.sent_bytes for r in self.log if r.path.endswith(wanted) and r.range != (0, 0))
 
     def take_fault(self, name: str, start: int) -> Fault | None:
@@ -95,7 +102,9 @@ class FakeHub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    root: FakeHub
     hub: FakeHub
+    """The repository that the request is about."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -108,6 +117,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
+        about = [each for each in self.root.others if f"{each.repo}/" in f"{path}/"]
+        self.hub = about[0] if about else self.root
+        path = path.replace(f"/cdn/@{self.hub.repo}/", "/cdn/")
         entry = LoggedRequest(self.command, path, self.parse_range(), self.headers.get("Authorization"))
         with self.hub.lock:
             self.hub.log.append(entry)
@@ -160,9 +172,10 @@ class Handler(BaseHTTPRequestHandler):
             if name in self.hub.lfs:
                 entry["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 134}
             siblings.append(entry)
+        card = {"license": self.hub.licence, "base_model": self.hub.base_model}
         document = {
-            "id": self.hub.repo, "modelId": self.hub.repo, "sha": COMMIT, "private": False, "tags": [],
-            "cardData": {"license": self.hub.licence}, "siblings": siblings + self.hub.extra_siblings,
+            "id": self.hub.repo, "modelId": self.hub.repo, "sha": self.hub.commit, "private": False, "tags": [],
+            "cardData": card, "siblings": siblings + self.hub.extra_siblings,
         }  # fmt: skip
         body = self.hub.listing if self.hub.listing is not None else json.dumps(document).encode()
         self.answer(200, body, {"Content-Type": "application/json"})
@@ -172,8 +185,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         data = self.hub.files.get(name)
         if data is not None and name in self.hub.lfs:
-            headers = {"Location": f"{self.hub.cdn_url}/cdn/{name}", "X-Repo-Commit": COMMIT}
-            headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{sha256(data)}"'}
+            of_other = "" if self.hub is self.root else f"@{self.hub.repo}/"
+            headers = {"Location": f"{self.root.cdn_url}/cdn/{of_other}{name}", "X-Repo-Commit": self.hub.commit}
+            etag = self.hub.linked_etag or sha256(data)
+            headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{etag}"'}
             self.answer(302, b"", headers)
             return
         self.answer_bytes(name, data, entry, body)
@@ -201,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         if fault is not None and fault.kind == "whole":
             asked = None
-        headers = {"Accept-Ranges": "bytes", "X-Repo-Commit": COMMIT}
+        headers = {"Accept-Ranges": "bytes", "X-Repo-Commit": self.hub.commit}
         if self.hub.etags:
             headers["ETag"] = f'"{git_sha1(data)}"'
         if asked is not None and asked[0] >= len(data):
@@ -256,7 +271,7 @@ class Server(ThreadingHTTPServer):
 @contextmanager
 def running(hub: FakeHub) -> Iterator[FakeHub]:
     """Starts both hosts; they differ in name, so that headers must not cross from one to the other."""
-    handler = type("BoundHandler", (Handler,), {"hub": hub})
+    handler = type("BoundHandler", (Handler,), {"root": hub, "hub": hub})
     servers = [Server(("127.0.0.1", 0), handler) for _ in range(2)]
     hub.hub_url = f"http://127.0.0.1:{servers[0].server_port}"
     hub.cdn_url = f"http://localhost:{servers[1].server_port}"

