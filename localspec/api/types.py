@@ -177,6 +177,8 @@ class Timings:
     verify_ms: float = 0.0
     speedup_vs_plain: float | None = None
     cached_tokens: int = 0
+    cache_miss_reason: str = ""
+    """Why not more of the prompt came from a cache; empty where nothing is missing."""
     draft_steps: int = 0
     drafted_per_position: tuple[int, ...] = ()
 

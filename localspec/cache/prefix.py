@@ -10,24 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from localspec.cache.miss import Evidence
 from localspec.cache.pages import PagePool
 from localspec.core.records import PAGE_TOKENS
 
 Snapshot = object
+REMEMBERED_PAGES = 1 << 16
+"""Of which the tree knows that it once had them, so that it can say that they were evicted."""
 
 
 @dataclass(frozen=True)
 class Match:
     """What a prompt finds. `pages` hold the first `num_tokens` tokens in whole pages; `partial_page` holds
-    `partial_tokens` more and must be copied before it is written. `snapshot` is the state at the end of the hit.
-    `miss_reason` says in words why the hit is not longer."""
+    `partial_tokens` more and must be copied before it is written. `snapshot` is the state at the end of the hit."""
 
     num_tokens: int
     pages: tuple[int, ...]
     partial_page: int | None
     partial_tokens: int
     snapshot: Snapshot | None
-    miss_reason: str
 
     @property
     def total_tokens(self) -> int:
@@ -44,6 +45,8 @@ class _Node:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     """By number of tokens of this page that the state has seen."""
     chat_ids: set[str] = field(default_factory=set)
+    chain: int = 0
+    """Hash of all tokens up to the end of this page."""
 
 
 class PrefixTree:
@@ -58,6 +61,7 @@ class PrefixTree:
         self._drop_snapshot = drop_snapshot
         self._roots: dict[str, _Node] = {}
         self._clock = 0
+        self._seen: dict[int, None] = {}
 
     @property
     def num_pages(self) -> int:
@@ -70,7 +74,6 @@ class PrefixTree:
     def match(self, token_ids: tuple[int, ...], needs_state: bool, salt: str = "") -> Match:
         """The longest usable prefix of `token_ids`. Takes no references: the caller retains what it uses at once."""
         path, partial, partial_tokens = self._walk(token_ids, salt)
-        reason = self._miss_reason(token_ids, len(path) * PAGE_TOKENS + partial_tokens, salt)
         self._clock += 1
         for node in path:
             node.last_used = self._clock
@@ -78,21 +81,47 @@ class PrefixTree:
             partial.last_used = self._clock
         if not needs_state:
             page = partial.page if partial is not None else None
-            return Match(len(path) * PAGE_TOKENS, tuple(n.page for n in path), page, partial_tokens, None, reason)
-        return self._match_with_state(path, partial, partial_tokens, reason)
+            return Match(len(path) * PAGE_TOKENS, tuple(n.page for n in path), page, partial_tokens, None)
+        return self._match_with_state(path, partial, partial_tokens)
+
+    def evidence(self, token_ids: tuple[int, ...], usable_tokens: int, chat_id: str | None, salt: str = "") -> Evidence:
+        """What is known of a prompt of which `usable_tokens` were found, for saying why not more."""
+        path, partial, partial_tokens = self._walk(token_ids, salt)
+        matched = len(path) * PAGE_TOKENS + partial_tokens
+        node = path[-1] if path else self._roots.get(salt)
+        following = [partial] if partial is not None else list(node.children.values()) if node is not None else []
+        next_ids = following[0].token_ids[partial_tokens:] if following else ()
+        if partial is not None and not next_ids:
+            following = list(partial.children.values())
+        owners = {chat for each in following for chat in each.chat_ids}
+        last_border = (matched - 1) // PAGE_TOKENS if matched else 0
+        lost = any(
+            self._state_mark(n.chain) in self._seen for n in path[usable_tokens // PAGE_TOKENS : last_border + 1]
+        )
+        return Evidence(
+            prompt_tokens=len(token_ids),
+            matched_tokens=matched,
+            usable_tokens=usable_tokens,
+            known_tokens=self._known_tokens(token_ids, path, salt),
+            next_ids=next_ids,
+            same_chat=None if chat_id is None else chat_id in owners,
+            state_lost=lost,
+        )
 
     def insert(self, token_ids: tuple[int, ...], pages: list[int], chat_id: str | None = None, salt: str = "") -> None:
         """Remember that `pages` hold `token_ids`. Pages already known under the same tokens are not taken again."""
         self._clock += 1
-        node = self._roots.setdefault(salt, _Node(None, (), 0))
+        node = self._roots.setdefault(salt, _Node(None, (), 0, chain=hash(salt)))
         for index in range(0, len(token_ids), PAGE_TOKENS):
             chunk = token_ids[index : index + PAGE_TOKENS]
             child = node.children.get(chunk)
             if child is None:
                 page = pages[index // PAGE_TOKENS]
                 self._pool.retain((page,))
-                child = _Node(node, chunk, page)
+                child = _Node(node, chunk, page, chain=hash((node.chain, chunk)))
                 node.children[chunk] = child
+                if len(chunk) == PAGE_TOKENS:
+                    self._remember(child.chain)
                 self._absorb_shorter_sibling(node, child)
             child.last_used = self._clock
             if chat_id is not None:
@@ -109,6 +138,7 @@ class PrefixTree:
         if old is not None:
             self._drop_snapshot(old)
         node.snapshots[offset] = snapshot
+        self._remember(self._state_mark(node.chain))
         self._trim_snapshots(keep=node)
         return True
 
@@ -145,6 +175,7 @@ class PrefixTree:
                 self._drop_snapshot(snapshot)
             self._pool.release((node.page,))
         self._roots.clear()
+        self._seen.clear()
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._roots.values())
@@ -175,14 +206,12 @@ class PrefixTree:
                 best, best_tokens = child, common
         return path, best, best_tokens
 
-    def _match_with_state(self, path: list[_Node], partial: _Node | None, partial_tokens: int, reason: str) -> Match:
+    def _match_with_state(self, path: list[_Node], partial: _Node | None, partial_tokens: int) -> Match:
         if partial is not None:
             for offset in sorted(partial.snapshots, reverse=True):
                 if offset <= partial_tokens:
                     pages = tuple(node.page for node in path)
-                    return Match(
-                        len(pages) * PAGE_TOKENS, pages, partial.page, offset, partial.snapshots[offset], reason
-                    )
+                    return Match(len(pages) * PAGE_TOKENS, pages, partial.page, offset, partial.snapshots[offset])
         for depth in range(len(path), 0, -1):
             node = path[depth - 1]
             pages = tuple(n.page for n in path[: depth - 1])
@@ -194,20 +223,28 @@ class PrefixTree:
                     None if whole else node.page,
                     0 if whole else offset,
                     node.snapshots[offset],
-                    "no state snapshot nearer to the end of the shared prefix",
                 )
-        found = len(path) * PAGE_TOKENS + partial_tokens
-        return Match(0, (), None, 0, None, "no state snapshot on the shared prefix" if found else reason)
+        return Match(0, (), None, 0, None)
 
-    def _miss_reason(self, token_ids: tuple[int, ...], found: int, salt: str) -> str:
-        root = self._roots.get(salt)
-        if root is None or not root.children:
-            return "nothing cached yet"
-        if found == 0:
-            return "no cached conversation begins like this"
-        if found >= len(token_ids) - 1:
-            return ""
-        return f"the prompt departs from the cached one after {found} tokens"
+    def _known_tokens(self, token_ids: tuple[int, ...], path: list[_Node], salt: str) -> int:
+        """Tokens of whole pages that are in the tree or were."""
+        chain, end = (path[-1].chain if path else hash(salt)), len(path) * PAGE_TOKENS
+        while end + PAGE_TOKENS <= len(token_ids):
+            chain = hash((chain, token_ids[end : end + PAGE_TOKENS]))
+            if chain not in self._seen:
+                break
+            end += PAGE_TOKENS
+        return end
+
+    def _remember(self, mark: int) -> None:
+        self._seen.pop(mark, None)
+        self._seen[mark] = None
+        if len(self._seen) > REMEMBERED_PAGES:
+            del self._seen[next(iter(self._seen))]
+
+    @staticmethod
+    def _state_mark(chain: int) -> int:
+        return hash((chain, "state"))
 
     def _absorb_shorter_sibling(self, parent: _Node, child: _Node) -> None:
         """A tail that grew replaces its shorter self, snapshots included, unless the tail has other users."""

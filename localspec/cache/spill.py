@@ -18,20 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, ModelRow, SpillIndex
-from localspec.cache.spill_keys import (
-    Place,
-    common_tokens,
-    id_bytes,
-    root_key,
-    segment_key,
-    segment_places,
-    state_key,
-)
+from localspec.cache.spill_keys import id_bytes
+from localspec.cache.spill_lookup import Either, Found, Known, ModelIdentity, find
 from localspec.cache.spill_order import MakeRoom, remove_with_dependants
-from localspec.core.records import SEGMENT_TOKENS
 from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_payload
 from localspec.storage.errors import DamagedFile, WrongOwner
-from localspec.storage.files import WriteFunction, make_private_directory
+from localspec.storage.files import WriteFunction, make_private_directory, sweep_temporary_files
+
+__all__ = ["Found", "ModelIdentity", "SpillLimits", "SpillStore"]
 
 log = logging.getLogger(__name__)
 INDEX_NAME = "index.sqlite3"
@@ -48,31 +42,6 @@ class SpillLimits:
     cap_bytes: int | None = None
     min_free_bytes: int = 10_000_000_000
     daily_write_bytes: int = 100_000_000_000
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Whose blocks these are. Sizes are those of a payload; `needs_state`: keys and values alone are worth nothing."""
-
-    fingerprint: bytes
-    model_id: str
-    folder: str
-    token_bytes: int
-    state_bytes: int
-    needs_state: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the tier has of a prompt: segments that cover `num_tokens`, and the state at that position if one is due."""
-
-    num_tokens: int = 0
-    segments: tuple[Block, ...] = ()
-    state: Block | None = None
-
-    @property
-    def file_bytes(self) -> int:
-        return sum(block.file_bytes for block in self.segments) + (self.state.file_bytes if self.state else 0)
 
 
 class SpillStore:
@@ -124,11 +93,21 @@ class SpillStore:
             self.index.register(db, row)
 
     def rates(self) -> tuple[float | None, float | None]:
-        """(prefill tokens/s, read bytes/s) as measured here before; None where never."""
-        for row in self.index.models():
-            if row.fingerprint == self.identity.fingerprint:
-                return row.prefill_tok_per_s, row.read_bytes_per_s
-        return None, None
+        """(prefill tokens/s, read bytes/s) as measured here before; None where never. A disk is the same to all."""
+        rows = self.index.models()
+        own = next((row for row in rows if row.fingerprint == self.identity.fingerprint), None)
+        read = max((row.read_bytes_per_s for row in rows if row.read_bytes_per_s is not None), default=None)
+        if own is None:
+            return None, read
+        return own.prefill_tok_per_s, own.read_bytes_per_s or read
+
+    def kept_by_another(self, chat_id: str) -> bool:
+        """Whether the chat has blocks of other models only."""
+        found = False
+        with self._guarded():
+            owners = self.index.owners_of_chat(chat_id)
+            found = bool(owners) and self.identity.fingerprint not in owners
+        return found
 
     @property
     def prefill_tok_per_s(self) -> float | None:
@@ -141,18 +120,19 @@ class SpillStore:
         with self._guarded(), self.index.transaction() as db:
             self.index.set_rates(db, self.identity.fingerprint, prefill_tok_per_s, read_bytes_per_s)
 
-    def lookup(self, token_ids: Sequence[int], salt: str = "") -> Found:
-        """The longest prefix of the ids that can be restored; nothing where the index cannot be read."""
+    def lookup(self, token_ids: Sequence[int], salt: str = "", above: Known | None = None) -> Found:
+        """The longest prefix of the ids that can be restored from here and `above`, whose blocks are taken first;
+        nothing where the index cannot be read."""
         found = Found()
         with self._guarded():
-            found = self._lookup(id_bytes(token_ids), salt)
+            known = self.index if above is None else Either(above, self.index)
+            found = find(self.identity, known, id_bytes(token_ids), salt)
         return found
 
     def use(self, found: Found, chat_id: str | None) -> None:
         """A restore read these blocks: they become young again."""
-        keys = [block.key for block in (*found.segments, *([found.state] if found.state else []))]
         with self._guarded(), self.index.transaction() as db:
-            self.index.use(db, keys, chat_id)
+            self.index.use(db, [block.key for block in found.blocks], chat_id)
 
     def path(self, block: Block) -> Path:
         """The file of a block."""
@@ -210,6 +190,7 @@ class SpillStore:
                     for row in gone:
                         self.index.forget_model(db, row.fingerprint)
             keep = set(known) - {row.fingerprint for row in gone}
+            sweep_temporary_files(self.folder)
             freed_bytes = self.files.sweep(keep).freed_bytes
             for fingerprint in keep:
                 freed_bytes += self._sweep_litter(fingerprint)
@@ -236,61 +217,6 @@ class SpillStore:
         if self.off_reason:
             log.info("conversations are kept on disk again")
         self.off_reason = ""
-
-    def _lookup(self, ids: bytes, salt: str) -> Found:
-        root = root_key(self.identity.fingerprint, salt)
-        places = segment_places(root, ids)
-        whole = [place for place in places if place.num_tokens == SEGMENT_TOKENS]
-        file_bytes = HEADER_BYTES + SEGMENT_TOKENS * self.identity.token_bytes
-        segments = [
-            Block(place.key, self.identity.fingerprint, place.parent, SEGMENT, place.begin, place.end, file_bytes)
-            for place in whole[: self._num_present(whole)]
-        ]
-        num_tokens = len(segments) * SEGMENT_TOKENS
-        parent = segments[-1].key if segments else root
-        tail = self._best_tail(parent, num_tokens, ids[4 * num_tokens : 4 * (num_tokens + SEGMENT_TOKENS)])
-        if tail is not None:
-            segments.append(tail[0])
-            num_tokens += tail[1]
-        if not self.identity.needs_state:
-            return Found(num_tokens, tuple(segments))
-        state = self._best_state(segments, ids, num_tokens)
-        if state is None:
-            return Found()
-        kept = tuple(block for block in segments if block.token_begin < state.token_end)
-        return Found(state.token_end, kept, state)
-
-    def _num_present(self, places: list[Place]) -> int:
-        """How many segments of a chain are indexed. No row outlives the one before it, so halving finds the end."""
-        low, high = 0, len(places)
-        if places and self.index.has(places[-1].key):
-            return high
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.index.has(places[middle].key) else (low, middle)
-        return low
-
-    def _best_tail(self, parent: bytes, begin: int, ids: bytes) -> tuple[Block, int] | None:
-        best: tuple[Block, int] | None = None
-        for block, known in self.index.neighbours(parent, ids) if ids else ():
-            common = common_tokens(known, ids)
-            # The ids come from the index, which has no checksums: the key must be theirs.
-            sound = segment_key(parent, known) == block.key and block.token_begin == begin
-            if sound and common > (best[1] if best else 0) and block.token_end == begin + len(known) // 4:
-                best = (block, common)
-        return best
-
-    def _best_state(self, segments: list[Block], ids: bytes, num_tokens: int) -> Block | None:
-        begins = {block.parent: block.token_begin for block in segments}
-        best: Block | None = None
-        for state in self.index.states_after(list(begins)):
-            begin = begins[state.parent]
-            if not begin < state.token_end <= num_tokens or state.token_begin != begin:
-                continue
-            sound = state_key(state.parent, ids[4 * begin : 4 * state.token_end]) == state.key
-            if sound and (best is None or state.token_end > best.token_end):
-                best = state
-        return best
 
     def _sweep_litter(self, fingerprint: bytes) -> int:
         freed_bytes = 0

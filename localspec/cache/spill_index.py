@@ -325,6 +325,13 @@ class SpillIndex:
         db.execute("DELETE FROM block WHERE fingerprint = ?", (fingerprint,))
         db.execute("DELETE FROM model WHERE fingerprint = ?", (fingerprint,))
 
+    def owners_of_chat(self, chat_id: str) -> set[bytes]:
+        """Fingerprints of the models that have blocks of a chat."""
+        rows = self.connection().execute(
+            "SELECT DISTINCT b.fingerprint FROM chat c JOIN block b ON b.key = c.key WHERE c.chat_id = ?", (chat_id,)
+        )
+        return {_expect(row[0], bytes) for row in rows}
+
     def chats(self) -> list[tuple[str, bytes, int, int, int]]:
         """(chat, fingerprint, blocks, bytes, longest chain in tokens) of every chat and model."""
         return self.connection().execute(

@@ -31,7 +31,7 @@ from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
-from localspec.engine.tiers import CacheOwner, NoTiers, open_tiers
+from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
 from localspec.formats import Checkpoint
@@ -84,6 +84,8 @@ class EngineOptions:
     kv_cache: str = "auto"
     """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card, unrounded on a CPU."""
     kv_limits: SpillLimits = field(default_factory=SpillLimits)
+    host_bytes: int | None = None
+    """Memory for copies of conversations beside `kv_dir`; None takes a share of what is free at start."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,8 @@ def _tiers(
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     backend = f"{type(runner.ops).__name__} {card} torch {torch.__version__}"
     owner = CacheOwner(place.id if place else "", str(place.folder) if place else "", backend, device)
-    return open_tiers(options.kv_dir, options.kv_limits, owner, specs, runner.pool, scheduler, metrics)
+    limits = TierLimits(options.kv_limits, options.host_bytes)
+    return open_tiers(options.kv_dir, limits, owner, specs, runner.pool, scheduler, metrics)
 
 
 def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:

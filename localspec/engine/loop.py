@@ -348,7 +348,8 @@ class DecodeLoop:
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
         ticket = self._tickets.pop(sequence.id, None)
         if ticket is not None:
-            ticket.sink(EndNews(finish, ticket.clock.timings(sequence.cached_tokens), error))
+            timings = ticket.clock.timings(sequence.cached_tokens, sequence.miss_reason)
+            ticket.sink(EndNews(finish, timings, error))
 
     def _send_prefill_news(self, sequence: Sequence) -> None:
         ticket = self._tickets[sequence.id]

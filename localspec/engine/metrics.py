@@ -50,7 +50,7 @@ class RequestClock:
     plain_ms: float = 0.0
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
-    def timings(self, cached_tokens: int) -> Timings:
+    def timings(self, cached_tokens: int, miss_reason: str = "") -> Timings:
         """`speedup_vs_plain` compares with the plain milliseconds of as many tokens, measured by this engine."""
         decode_ms = (self.last_step_s - self.first_step_s) * 1e3 if self.first_step_s is not None else 0.0
         busy_ms = self.draft_ms + self.verify_ms
@@ -66,6 +66,7 @@ class RequestClock:
             verify_ms=round(self.verify_ms, 3),
             speedup_vs_plain=round(self.plain_ms / busy_ms, 3) if self.plain_ms and busy_ms else None,
             cached_tokens=cached_tokens,
+            cache_miss_reason=miss_reason,
             draft_steps=self.drafts.drafts,
             drafted_per_position=tuple(self.drafts.drafted_at),
         )

@@ -7,6 +7,7 @@ may still hold rows of an earlier owner.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -42,6 +43,12 @@ class BlockBytes:
                 if not state.ring_rows:
                     dtype: torch.dtype = getattr(torch, state.dtype)
                     self._states.append((f"{spec.owner}/{state.name}", state.shape, dtype, state.total_bytes))
+
+    def with_own_stream(self) -> BlockBytes:
+        """The same planes by a stream of its own, so that one direction never waits behind the other."""
+        other = copy.copy(self)
+        other._stream = torch.cuda.Stream(self._device) if self._stream is not None else None  # type: ignore[no-untyped-call]
+        return other
 
     @property
     def token_bytes(self) -> int:
@@ -103,8 +110,9 @@ class BlockBytes:
         offset = 0
         with self._side_stream(None):
             for key, shape, dtype, size in self._states:
-                part = source[offset : offset + size].clone().view(dtype).view(shape)
-                snapshot[key] = part.to(self._device, non_blocking=True)
+                value = torch.empty(shape, dtype=dtype, device=self._device)
+                self._copy(value.view(-1).view(torch.uint8), source[offset : offset + size])
+                snapshot[key] = value
                 offset += size
         self._wait()
         return snapshot

@@ -1,4 +1,4 @@
-"""From disk into pages: finds what the tier has of a prompt, reads it, and puts it into the prefix tree.
+"""From host memory and disk into pages: finds what the tiers have of a prompt and puts it into the prefix tree.
 
 Runs on a thread of its own. The decode thread only gives and takes page numbers; it never waits for a file, and nobody
 sees a page before all of the prefix is in place and every block's checksum was right.
@@ -17,9 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
+from localspec.cache.host_pool import HostPool
+from localspec.cache.miss import DAMAGED, SLOW_DISK
 from localspec.cache.pool import StateSnapshot
 from localspec.cache.spill import Found, SpillStore
-from localspec.cache.spill_index import Block
+from localspec.cache.spill_index import STATE, Block
+from localspec.cache.spill_keys import id_bytes
+from localspec.cache.spill_lookup import find
 from localspec.core.records import PAGE_TOKENS, SEGMENT_TOKENS
 from localspec.engine.tier_bytes import BlockBytes
 from localspec.scheduler.scheduler import Scheduler
@@ -32,7 +36,9 @@ log = logging.getLogger(__name__)
 MIN_GAIN_TOKENS = 32
 """Reading fewer tokens than this is never asked for."""
 FIXED_COST_S = 0.003
-READ_AHEAD_BLOCKS = 3
+READ_AHEAD_BLOCKS = 4
+READ_THREADS = 4
+"""As many reads in flight as an NVMe disk needs to reach its rate; they sleep in the kernel."""
 PIECE_BYTES = 8 << 20
 MAX_TRIES = 4
 Call = Callable[[Callable[[], None]], Future[None]]
@@ -52,11 +58,19 @@ class Wish:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore brought and cost."""
+    """What a restore brought from host memory and from the disk, and what it cost. `problem`: why it brought less
+    than there seemed to be."""
 
     tokens: int = 0
+    host_bytes: int = 0
+    host_s: float = 0.0
     read_bytes: int = 0
-    seconds: float = 0.0
+    read_s: float = 0.0
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.host_s + self.read_s
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,11 @@ class _Pages:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A block on its way into a buffer; `error` if it could not even be asked for."""
+    """A block in host memory (`ready`), or on its way into a buffer; `error` if it could not even be asked for."""
 
     block: Block
-    buffer: Tensor
+    ready: Tensor | None = None
+    buffer: Tensor | None = None
     tickets: tuple[Ticket, ...] = ()
     error: Exception | None = None
 
@@ -94,15 +109,27 @@ class _Unusable(Exception):
         self.block = block
 
 
-class Restorer:
-    """Serves one wish at a time."""
+@dataclass
+class _Cost:
+    """Bytes and seconds of one restore, by tier."""
 
-    def __init__(self, store: SpillStore, copies: BlockBytes, scheduler: Scheduler, call: Call) -> None:
+    host_bytes: int = 0
+    host_s: float = 0.0
+    read_bytes: int = 0
+
+
+class Restorer:
+    """Serves one wish at a time. `store` None: there is no disk below host memory."""
+
+    def __init__(
+        self, store: SpillStore | None, host: HostPool, copies: BlockBytes, scheduler: Scheduler, call: Call
+    ) -> None:
         self._store = store
+        self._host = host
         self._copies = copies
         self._scheduler = scheduler
         self._call = call
-        self._reader = AsyncReader(threads=2, buffer_cap_bytes=4 * PIECE_BYTES)
+        self._reader = AsyncReader(threads=READ_THREADS, buffer_cap_bytes=4 * PIECE_BYTES)
         self._buffers: list[Tensor] = []
         self._state_buffer: Tensor | None = None
         self.epoch = 0
@@ -112,44 +139,65 @@ class Restorer:
         self._reader.close()
 
     def restore(self, wish: Wish, worth_reading: Callable[[int, int], bool]) -> Restored:
-        """Bring what is worth it; `worth_reading(tokens, bytes)` decides. Never raises for what a disk can do."""
+        """Bring what is worth it; `worth_reading(tokens, bytes)` decides for bytes on disk. Never raises for what a
+        disk can do."""
+        problem = ""
         for _ in range(MAX_TRIES):
-            found = self._store.lookup(wish.token_ids, wish.salt)
+            found = self._find(wish)
             gain = found.num_tokens - wish.matched_tokens
-            if gain < MIN_GAIN_TOKENS or not worth_reading(gain, self._bytes_beyond(found, wish.matched_tokens)):
+            if gain >= MIN_GAIN_TOKENS and not worth_reading(gain, self._disk_bytes(found, wish.matched_tokens)):
+                problem = SLOW_DISK
+                found = self._in_memory(wish)
+                gain = found.num_tokens - wish.matched_tokens
+            if gain < MIN_GAIN_TOKENS:
                 break
             try:
                 return self._bring(found, wish)
             except _Unusable as error:
                 log.warning("a cached block cannot be used and will be computed again: %s", error)
-                self._store.drop(error.block)
-        return Restored()
+                problem = DAMAGED
+                if self._store is not None:
+                    self._store.drop(error.block)
+        return Restored(problem=problem)
 
-    def _bytes_beyond(self, found: Found, matched_tokens: int) -> int:
-        state_bytes = found.state.file_bytes if found.state is not None else 0
-        return state_bytes + sum(b.file_bytes for b in found.segments if b.token_end > matched_tokens)
+    def _find(self, wish: Wish) -> Found:
+        if self._store is None:
+            return self._in_memory(wish)
+        found = self._store.lookup(wish.token_ids, wish.salt, above=self._host)
+        # An index that fails finds nothing, but memory still may.
+        return found if found.num_tokens else self._in_memory(wish)
+
+    def _in_memory(self, wish: Wish) -> Found:
+        return find(self._host.identity, self._host, id_bytes(wish.token_ids), wish.salt)
+
+    def _disk_bytes(self, found: Found, matched_tokens: int) -> int:
+        """Bytes beyond the match that only the disk has."""
+        wanted = [b for b in found.blocks if b.kind == STATE or b.token_end > matched_tokens]
+        return sum(block.file_bytes for block in wanted if not self._host.has(block.key))
 
     def _bring(self, found: Found, wish: Wish) -> Restored:
         pages = self._on_decode_thread(lambda: self._take_pages(found, wish))
         if pages is None:
             return Restored()
         started_s = time.perf_counter()
+        cost = _Cost()
         snapshot: StateSnapshot | None = None
-        num_loaded = -1
+        done = False
         try:
-            blocks = [block for block in found.segments if block.token_end > pages.held_tokens]
-            num_loaded = self._load_segments(blocks, found, pages, wish)
-            if found.state is not None and num_loaded == found.num_tokens:
-                snapshot = self._load_state(found.state)
+            blocks = [b for b in found.blocks if b.kind == STATE or b.token_end > pages.held_tokens]
+            snapshot, done = self._load(blocks, found, pages, wish, cost)
         finally:
-            done = num_loaded == found.num_tokens and (snapshot is not None) == (found.state is not None)
-            self._on_decode_thread(lambda: self._give_pages(found, wish, pages, snapshot, done))
-        seconds = time.perf_counter() - started_s
-        if not done:
+            complete = done and (snapshot is not None) == (found.state is not None)
+            self._on_decode_thread(lambda: self._give_pages(found, wish, pages, snapshot, complete))
+        if not complete:
             return Restored()
-        self._store.use(found, wish.chat_id)
-        read_bytes = self._bytes_beyond(found, pages.held_tokens)
-        return Restored(found.num_tokens - wish.matched_tokens, read_bytes, seconds)
+        seconds = time.perf_counter() - started_s
+        self._host.use((block.key for block in found.blocks), wish.chat_id)
+        if self._store is not None:
+            self._store.use(found, wish.chat_id)
+        read_s = seconds - cost.host_s if cost.read_bytes else 0.0
+        tokens = found.num_tokens - wish.matched_tokens
+        return Restored(tokens, cost.host_bytes, seconds - read_s, cost.read_bytes, read_s)
 
     def _take_pages(self, found: Found, wish: Wish) -> _Pages | None:
         """Decode thread: hold the pages that the tree has of the prefix and take fresh ones for the rest."""
@@ -181,26 +229,59 @@ class Restorer:
                 scheduler.prefix.add_snapshot(ids, snapshot, wish.salt)
         scheduler.pool.release(pages.numbers)
 
-    def _load_segments(self, blocks: list[Block], found: Found, pages: _Pages, wish: Wish) -> int:
-        """Read ahead, check, copy; returns how many tokens are in place, fewer than found only if cancelled."""
+    def _load(
+        self, blocks: list[Block], found: Found, pages: _Pages, wish: Wish, cost: _Cost
+    ) -> tuple[StateSnapshot | None, bool]:
+        """Read ahead, check, copy. Returns the state and whether all is in place, which fails only if cancelled."""
         reading: deque[_Reading] = deque()
-        ahead = iter(blocks)
-        spare = self._segment_buffers(min(READ_AHEAD_BLOCKS, len(blocks)))
-        num_loaded = pages.held_tokens if not blocks else 0
+        ahead = deque(blocks)
+        spare = list(self._buffers)
+        snapshot: StateSnapshot | None = None
         try:
             while not wish.cancelled():
-                while spare and (block := next(ahead, None)) is not None:
-                    reading.append(self._post(block, spare.pop()))
+                while ahead and len(reading) <= READ_AHEAD_BLOCKS:
+                    each = self._begin(ahead[0], spare)
+                    if each is None:
+                        break
+                    ahead.popleft()
+                    reading.append(each)
                 if not reading:
-                    return max(num_loaded, pages.held_tokens)
+                    return snapshot, True
                 current = reading[0]
-                self._place(self._landed(current), current.block, found, pages)
-                num_loaded = min(current.block.token_end, found.num_tokens)
-                spare.append(reading.popleft().buffer)
-            return -1
+                payload = self._landed(current)
+                started_s = time.perf_counter()
+                if current.block.kind == STATE:
+                    snapshot = self._copies.load_state(payload)
+                else:
+                    self._place(payload, current.block, found, pages)
+                if current.ready is not None:
+                    cost.host_bytes += payload.numel()
+                    cost.host_s += time.perf_counter() - started_s
+                else:
+                    cost.read_bytes += HEADER_BYTES + payload.numel()
+                reading.popleft()
+                if current.buffer is not None and current.block.kind != STATE:
+                    spare.append(current.buffer)
+            return None, False
         finally:
             for each in reading:
                 each.settle()
+
+    def _begin(self, block: Block, spare: list[Tensor]) -> _Reading | None:
+        """A block from memory, or its read begun; None while no buffer is free for it."""
+        ready: Tensor | None = self._host.payload(block.key)
+        if ready is not None:
+            return _Reading(block, ready)
+        if self._store is None:
+            return _Reading(block, error=DamagedFile("the block left host memory meanwhile"))
+        if block.kind == STATE:
+            if self._state_buffer is None:
+                self._state_buffer = self._copies.host_memory(HEADER_BYTES + self._copies.state_bytes)
+            return self._post(block, self._state_buffer)
+        if not spare and len(self._buffers) < READ_AHEAD_BLOCKS:
+            spare.append(self._copies.host_memory(HEADER_BYTES + SEGMENT_TOKENS * self._copies.token_bytes))
+            self._buffers.append(spare[-1])
+        return self._post(block, spare.pop()) if spare else None
 
     def _place(self, payload: Tensor, block: Block, found: Found, pages: _Pages) -> None:
         first_page = block.token_begin // PAGE_TOKENS
@@ -209,12 +290,8 @@ class Restorer:
         skip_tokens = max(0, pages.held_tokens - block.token_begin)
         self._copies.load_pages(payload, numbers, num_tokens, skip_tokens, pages.since)
 
-    def _load_state(self, block: Block) -> StateSnapshot:
-        if self._state_buffer is None:
-            self._state_buffer = self._copies.host_memory(HEADER_BYTES + self._copies.state_bytes)
-        return self._copies.load_state(self._landed(self._post(block, self._state_buffer)))
-
     def _post(self, block: Block, buffer: Tensor) -> _Reading:
+        assert self._store is not None
         total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
         view: memoryview = buffer.numpy().data
         try:
@@ -222,29 +299,27 @@ class Restorer:
             if file.size_bytes != total_bytes:
                 raise DamagedFile(f"{file.path} has {file.size_bytes} bytes instead of {total_bytes}")
             requests = [ReadRequest(file, a, b - a, None, view[a:b]) for a, b in _pieces(total_bytes)]
-            return _Reading(block, buffer, tuple(self._reader.submit_many(requests, Priority.BULK)))
+            tickets = tuple(self._reader.submit_many(requests, Priority.BULK))
+            return _Reading(block, buffer=buffer, tickets=tickets)
         except (OSError, DamagedFile) as error:
-            return _Reading(block, buffer, error=error)
+            return _Reading(block, buffer=buffer, error=error)
 
     def _landed(self, reading: _Reading) -> Tensor:
         """The checked payload of a block. Raises _Unusable."""
+        if reading.ready is not None:
+            return reading.ready
         block, buffer = reading.block, reading.buffer
-        total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
         try:
             if reading.error is not None:
                 raise reading.error
+            assert buffer is not None and self._store is not None
+            total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
             for ticket in reading.tickets:
                 ticket.result()
             self._store.check(block, buffer.numpy().data[:total_bytes])
         except (OSError, DamagedFile, WrongOwner) as error:
             raise _Unusable(block, error) from error
         return buffer[HEADER_BYTES:total_bytes]
-
-    def _segment_buffers(self, count: int) -> list[Tensor]:
-        size = HEADER_BYTES + SEGMENT_TOKENS * self._copies.token_bytes
-        while len(self._buffers) < count:
-            self._buffers.append(self._copies.host_memory(size))
-        return self._buffers[:count]
 
     def _on_decode_thread(self, function: Callable[[], Any]) -> Any:
         box: list[Any] = []

@@ -1,23 +1,26 @@
-"""The tier below the device: conversations go to disk behind the decode thread and come back before they are needed.
+"""The tiers below the device: conversations go to host memory and to disk behind the decode thread, and come back
+before they are needed.
 
-Two threads, one each way, so that a restore never waits behind a write. The decode thread hands over page numbers and
-goes on; a request whose prefix is being read waits in the queue while the others run.
+Three threads (device to memory, memory to disk, and back), so that a restore never waits behind a write. The decode
+thread hands over page numbers and goes on; a request whose prefix is on its way waits in the queue while others run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
+from localspec.cache.host_pool import HostPool
+from localspec.cache.miss import OTHER_MODEL
 from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore
 from localspec.cache.spill_index import INDEX_ERRORS
@@ -26,8 +29,11 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.tier_bytes import BlockBytes, layout_parts
-from localspec.engine.tier_restore import FIXED_COST_S, MIN_GAIN_TOKENS, Call, Restored, Restorer, Wish
-from localspec.engine.tier_spill import Spiller, Turn
+from localspec.engine.tier_figures import TierFigures
+from localspec.engine.tier_keep import Keeper, PageCopier, Turn
+from localspec.engine.tier_memory import HostMemory, host_memory_for
+from localspec.engine.tier_restore import FIXED_COST_S, MIN_GAIN_TOKENS, Call, Restorer, Wish
+from localspec.engine.tier_spill import Spiller
 from localspec.scheduler.scheduler import Scheduler
 from localspec.scheduler.sequence import Sequence
 
@@ -35,8 +41,11 @@ log = logging.getLogger(__name__)
 MAX_WAITING_TURNS = 16
 MIN_STATE_DISTANCE_TOKENS = 2 * PAGE_TOKENS
 CLOSE_LIMIT_S = 30.0
-NEW_SHARE = 0.3
-"""Weight of the newest measurement in a rate."""
+HOST_SHARE, HOST_MOST_BYTES = 0.25, 64 << 30
+"""Share of the free memory that copies of a card's conversations may take."""
+CPU_HOST_SHARE, CPU_HOST_MOST_BYTES = 0.1, 2 << 30
+"""On a CPU the pages lie in the same memory: copies only serve what the pages were taken from."""
+Work = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class NoTiers:
@@ -74,22 +83,28 @@ class NoTiers:
         """Any other thread: write what waits (for a limited time), end the threads. The decode thread still runs."""
 
 
-class DiskTiers(NoTiers):
-    """One per loaded model."""
+class HostAndDisk(NoTiers):
+    """One per loaded model. `store` None: the disk cannot be used, host memory can."""
 
-    def __init__(self, store: SpillStore, copies: BlockBytes, scheduler: Scheduler, metrics: MetricsRecorder) -> None:
+    def __init__(
+        self,
+        store: SpillStore | None,
+        host: tuple[HostPool, HostMemory],
+        copies: BlockBytes,
+        scheduler: Scheduler,
+        metrics: MetricsRecorder,
+    ) -> None:
         self._store = store
+        self._pool, self._memory = host
         self._copies = copies
         self._scheduler = scheduler
-        self._metrics = metrics
-        self._wishes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._turns: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._figures = TierFigures(store, *host, metrics)
+        self._wishes: Work = queue.SimpleQueue()
+        self._turns: Work = queue.SimpleQueue()
+        self._writes: Work = queue.SimpleQueue()
         self._waiting: list[Turn] = []
         self._lock = threading.Lock()
         self._close_by_s: float | None = None
-        self._prefill_tok_per_s, self._read_bytes_per_s = store.rates()
-        self._asked = self._served = self._read_bytes = 0
-        self._read_s = self._saved_s = 0.0
         self._restoring = 0
         self._threads: list[threading.Thread] = []
 
@@ -99,13 +114,16 @@ class DiskTiers(NoTiers):
 
     def start(self, call: Call) -> None:
         self._call = call
-        self._restorer = Restorer(self._store, self._copies, self._scheduler, call)
-        self._spiller = Spiller(self._store, self._copies, self._scheduler, call)
-        for name, work in (("restore", self._wishes), ("spill", self._turns)):
+        self._restorer = Restorer(self._store, self._pool, self._copies.with_own_stream(), self._scheduler, call)
+        self._keeper = Keeper(self._pool, self._memory, PageCopier(self._copies, self._scheduler, call))
+        if self._store is not None:
+            copier = PageCopier(self._copies.with_own_stream(), self._scheduler, call)
+            self._spiller = Spiller(self._store, self._pool, copier)
+            self._writes.put(self._begin_disk)
+        for name, work in (("restore", self._wishes), ("keep", self._turns), ("spill", self._writes)):
             thread = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._turns.put(self._sweep)
 
     def fetch(self, sequence: Sequence) -> None:
         request, scheduler = sequence.request, self._scheduler
@@ -117,27 +135,28 @@ class DiskTiers(NoTiers):
         wish = Wish(ids, matched, request.cache_salt, chat_id, lambda: sequence.cancelled)
         sequence.held = True
         self._restoring += 1
-        self._wishes.put(lambda: self._fetch(wish, lambda: self._let_go(sequence)))
+        self._wishes.put(lambda: self._fetch(wish, lambda problem: self._let_go(sequence, problem)))
 
     def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
         future: Future[None] = Future()
         wish = Wish(token_ids, 0, chat_id=chat_id)
-        self._wishes.put(lambda: self._fetch(wish, lambda: future.set_result(None)))
+        self._wishes.put(lambda: self._fetch(wish, lambda problem: future.set_result(None)))
         return future
 
     def retired(self, sequence: Sequence, ids: tuple[int, ...], states: list[tuple[int, StateSnapshot]]) -> None:
         request = sequence.request
         if self._scheduler.needs_state:
             ids = ids[: max((position for position, _ in states), default=0)]
-        if request.private or len(ids) < MIN_GAIN_TOKENS or not self._store.may_write:
+        if len(ids) < MIN_GAIN_TOKENS:
             return
-        turn = Turn(ids, _worth_keeping(states), request.cache_salt, request.chat_id, self._copies.moment())
+        kept = _worth_keeping(states)
+        turn = Turn(ids, kept, request.cache_salt, request.chat_id, request.private, self._copies.moment())
         with self._lock:
             if len(self._waiting) >= MAX_WAITING_TURNS:
                 log.warning("the disk is slower than the conversations: a turn is not kept there")
                 return
             self._waiting.append(turn)
-        self._turns.put(lambda: self._spill(turn))
+        self._turns.put(lambda: self._keep(turn))
 
     def forget(self, chat_id: str) -> Future[None]:
         future: Future[None] = Future()
@@ -145,104 +164,123 @@ class DiskTiers(NoTiers):
             for turn in self._waiting:
                 turn.dropped = turn.dropped or turn.chat_id == chat_id
 
-        def work() -> None:
-            self._store.forget_chat(chat_id)
-            self._report()
+        def from_memory() -> None:
+            self._pool.forget_chat(chat_id)
+            self._writes.put(from_disk)
+
+        def from_disk() -> None:
+            if self._store is not None:
+                self._store.forget_chat(chat_id)
+            self._figures.report()
             future.set_result(None)
 
-        self._turns.put(work)
+        self._turns.put(from_memory)
         return future
 
     def see_prefill(self, num_tokens: int, milliseconds: float) -> None:
         if num_tokens >= PAGE_TOKENS and milliseconds > 0:
-            self._prefill_tok_per_s = _mixed(self._prefill_tok_per_s, num_tokens / milliseconds * 1e3)
+            self._figures.see_prefill(num_tokens / milliseconds * 1e3)
 
     def reset(self) -> None:
         self._restorer.epoch += 1
 
     def close(self) -> None:
         self._close_by_s = time.monotonic() + CLOSE_LIMIT_S
-        self._turns.put(None)
         self._wishes.put(None)
+        self._turns.put(lambda: self._writes.put(None))
+        self._turns.put(None)
         for thread in self._threads:
-            thread.join(CLOSE_LIMIT_S)
+            thread.join(max(1.0, self._close_by_s + 1.0 - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             log.warning("the disk did not answer in time; the last turns are not kept there")
             return
-        self._store.set_rates(self._prefill_tok_per_s, self._read_bytes_per_s)
         self._restorer.close()
-        self._store.close()
+        if self._store is not None:
+            self._figures.store_rates()
+            self._store.close()
+        self._pool.clear()
+        self._memory.close()
 
-    def _serve(self, work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    def _serve(self, work: Work) -> None:
         with torch.inference_mode():
             while (item := work.get()) is not None:
                 try:
                     item()
                 except Exception:
-                    log.exception("the cache on disk failed; the conversation will be computed again")
+                    log.exception("the cache below the device failed; the conversation will be computed again")
 
-    def _fetch(self, wish: Wish, done: Callable[[], None]) -> None:
+    def _fetch(self, wish: Wish, done: Callable[[str], None]) -> None:
+        problem = ""
         try:
             if self._close_by_s is None and not wish.cancelled():
-                self._count(wish, self._restorer.restore(wish, self._worth_reading))
+                restored = self._restorer.restore(wish, self._worth_reading)
+                self._figures.count(restored)
+                problem = restored.problem or self._other_model(wish, restored.tokens)
         finally:
-            done()
+            done(problem)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: Sequence, problem: str) -> None:
         def release() -> None:
             sequence.held = False
+            sequence.tier_problem = problem
             self._restoring -= 1
 
         self._call(release)
 
+    def _other_model(self, wish: Wish, restored_tokens: int) -> str:
+        """Whether the chat is on disk, but as another model (or back end, or set of drafters) computed it."""
+        if restored_tokens or wish.matched_tokens or wish.chat_id is None or self._store is None:
+            return ""
+        return OTHER_MODEL if self._store.kept_by_another(wish.chat_id) else ""
+
     def _worth_reading(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether reading is faster than computing; unknown rates are found out by reading."""
-        if self._prefill_tok_per_s is None or self._read_bytes_per_s is None:
+        prefill, read = self._figures.prefill_tok_per_s, self._figures.read_bytes_per_s
+        if not num_bytes or prefill is None or read is None:
             return True
-        return num_bytes / self._read_bytes_per_s + FIXED_COST_S < num_tokens / self._prefill_tok_per_s
+        return num_bytes / read + FIXED_COST_S < num_tokens / prefill
 
-    def _count(self, wish: Wish, restored: Restored) -> None:
-        self._asked += 1
-        if restored.tokens:
-            self._served += 1
-            self._read_bytes += restored.read_bytes
-            self._read_s += restored.seconds
-            if self._prefill_tok_per_s is not None:
-                self._saved_s += restored.tokens / self._prefill_tok_per_s - restored.seconds
-            if restored.read_bytes and restored.seconds:
-                self._read_bytes_per_s = _mixed(self._read_bytes_per_s, restored.read_bytes / restored.seconds)
-        self._report()
+    def _keep(self, turn: Turn) -> None:
+        written = self._store is not None and not turn.private and self._store.may_write
+        try:
+            self._keeper.keep(turn, self._out_of_time)
+        finally:
+            if written:
+                self._writes.put(lambda: self._spill(turn))
+            else:
+                self._done_with(turn)
+        self._figures.report()
 
     def _spill(self, turn: Turn) -> None:
         try:
             self._spiller.spill(turn, self._out_of_time)
         finally:
-            with self._lock:
-                self._waiting.remove(turn)
-        self._store.set_rates(self._prefill_tok_per_s, self._read_bytes_per_s)
-        self._report()
+            self._done_with(turn)
+        self._figures.store_rates()
+        self._figures.report()
+
+    def _done_with(self, turn: Turn) -> None:
+        with self._lock:
+            self._waiting.remove(turn)
 
     def _out_of_time(self) -> bool:
         return self._close_by_s is not None and time.monotonic() >= self._close_by_s
 
-    def _sweep(self) -> None:
+    def _begin_disk(self) -> None:
+        assert self._store is not None
         freed_bytes = self._store.sweep()
         if freed_bytes:
             log.info("%.0f MB of cached conversations were of no use any more", freed_bytes / 1e6)
-        self._report()
+        self._figures.measure_disk()
+        self._figures.report()
 
-    def _report(self) -> None:
-        figures: dict[str, float] = {
-            "ssd_cap_bytes": self._store.cap_bytes,
-            "ssd_hit_rate": round(self._served / self._asked, 3) if self._asked else 0.0,
-            "ssd_restore_mb_per_s": round(self._read_bytes / self._read_s / 1e6, 1) if self._read_s else 0.0,
-            "ssd_saved_s": round(self._saved_s, 3),
-            "ssd_writing": 0.0 if self._store.off_reason else 1.0,
-        }
-        with contextlib.suppress(*INDEX_ERRORS, OSError):
-            figures["ssd_bytes"] = self._store.index.total_bytes()
-            figures["ssd_written_today_bytes"] = self._store.room.spent_today_bytes()
-        self._metrics.update(tiers=figures)
+
+@dataclass(frozen=True)
+class TierLimits:
+    """`host_bytes` None takes a share of the memory that is free at start."""
+
+    disk: SpillLimits = field(default_factory=SpillLimits)
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -257,14 +295,14 @@ class CacheOwner:
 
 def open_tiers(
     folder: Path,
-    limits: SpillLimits,
+    limits: TierLimits,
     owner: CacheOwner,
     specs: list[CacheSpec],
     pool: CachePool,
     scheduler: Scheduler,
     metrics: MetricsRecorder,
 ) -> NoTiers:
-    """The tier in `folder` for these specs; none, said in the log, where the directory cannot be used."""
+    """Host memory and the disk at `folder` for these specs; a directory that cannot be used is said in the log."""
     copies = BlockBytes(specs, pool, owner.device)
     if not copies.token_bytes:
         return NoTiers()
@@ -276,11 +314,23 @@ def open_tiers(
         state_bytes=copies.state_bytes,
         needs_state=scheduler.needs_state,
     )
+    store: SpillStore | None = None
     try:
-        return DiskTiers(SpillStore(folder, identity, limits), copies, scheduler, metrics)
+        store = SpillStore(folder, identity, limits.disk)
     except (OSError, *INDEX_ERRORS) as error:
         log.warning("conversations are not kept on disk: %s", error)
-        return NoTiers()
+    memory = host_memory_for(owner.device, host_cap_bytes(limits.host_bytes, owner.device))
+    return HostAndDisk(store, (HostPool(identity, memory.take), memory), copies, scheduler, metrics)
+
+
+def host_cap_bytes(asked_bytes: int | None, device: torch.device) -> int:
+    """What was asked for, else a share of the memory that is free now."""
+    if asked_bytes is not None:
+        return asked_bytes
+    free_bytes = psutil.virtual_memory().available
+    if device.type == "cuda":
+        return min(int(free_bytes * HOST_SHARE), HOST_MOST_BYTES)
+    return min(int(free_bytes * CPU_HOST_SHARE), CPU_HOST_MOST_BYTES)
 
 
 def _worth_keeping(states: list[tuple[int, StateSnapshot]]) -> list[tuple[int, StateSnapshot]]:
@@ -296,7 +346,3 @@ def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def _mixed(old: float | None, new: float) -> float:
-    return new if old is None else (1 - NEW_SHARE) * old + NEW_SHARE * new

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from localspec.cache.miss import explain
 from localspec.cache.pages import PagePool
 from localspec.cache.prefix import Match, PrefixTree
 from localspec.core.records import (
@@ -135,7 +136,7 @@ class Scheduler:
         sequence.pages = [*match.pages, *fresh]
         sequence.cached_tokens = sequence.prefilled_tokens = match.total_tokens
         sequence.length_bound_tokens = sequence.prompt_tokens
-        sequence.miss_reason = match.miss_reason
+        sequence.miss_reason = self._miss_reason(sequence, match)
         sequence.state_positions = self._state_positions(request, match)
         done = sequence.prefilled_tokens >= sequence.prefill_target_tokens
         sequence.stage = Stage.DECODE if done else Stage.PREFILL
@@ -196,6 +197,15 @@ class Scheduler:
         if whole:
             request = sequence.request
             self.prefix.insert(request.prompt_ids[:whole], sequence.pages, request.chat_id, request.cache_salt)
+
+    def _miss_reason(self, sequence: Sequence, match: Match) -> str:
+        """Asked after the pages were taken, so that what was evicted for this very request counts as evicted."""
+        request = sequence.request
+        ids = request.prompt_ids[:-1]
+        evidence = self.prefix.evidence(ids, match.total_tokens, request.chat_id, request.cache_salt)
+        thought = request.thinking.start_ids if request.thinking is not None else ()
+        tolerance = PAGE_TOKENS + PROMPT_TAIL_TOKENS if self.needs_state else 0
+        return explain(evidence, thought, sequence.tier_problem, tolerance)
 
     def _state_positions(self, request: Request, match: Match) -> tuple[int, ...]:
         """Where a state will be wanted again: where this prompt departs from others, and just before its end."""

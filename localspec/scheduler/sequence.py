@@ -38,7 +38,9 @@ class Sequence:
     """Kind of text that the next token belongs to: `thinking` or `answer`."""
     cancelled: bool = False
     held: bool = False
-    """Waits for its prefix to come from disk."""
+    """Waits for its prefix to come from memory or disk."""
+    tier_problem: str = ""
+    """Why the tiers below the device brought less than they seemed to have."""
     state_positions: tuple[int, ...] = ()
     """Numbers of prompt tokens after which the state is to be kept; a prefill chunk ends there."""
 

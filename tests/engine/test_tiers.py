@@ -3,100 +3,21 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from localspec.api.types import Sampling
-from localspec.cache.spill import SpillLimits
-from localspec.core.records import MAX_SLOTS, PAGE_TOKENS
-from localspec.drafters import Drafter, DrafterSetup, drafter_module
-from localspec.engine.build import Assembled, EngineOptions, assemble
-from localspec.engine.tiers import DiskTiers
-from localspec.kernels.backends.reference import ReferenceOps
-from localspec.models import Model
-from localspec.scheduler.scheduler import PROMPT_TAIL_TOKENS
+from localspec.engine.tiers import HostAndDisk
+from tests.engine.tier_machine import LAW, Machine, eager, facts, prompt_ids, usable, wait
 from tests.helpers.engine import Collected, make_request, run
-from tests.helpers.models import load_model, random_checkpoint, reference_ops
 
 pytestmark = pytest.mark.torch
-LIMIT = 1024
-WIDE = SpillLimits(cap_bytes=1 << 30, min_free_bytes=0)
-LAW = Sampling(temperature=0.8, top_k=30, top_p=0.95)
-
-
-class Machine:
-    """A model and a cache directory; every `engine` over it is a start of the program."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.ops: ReferenceOps = reference_ops()
-        self.model: Model = load_model(random_checkpoint(kind, 3, folder / "model"), self.ops)
-        self.kv_dir = folder / "kv"
-
-    def drafters(self) -> dict[str, Drafter]:
-        setup = DrafterSetup(ops=self.ops, model=self.model, num_slots=MAX_SLOTS, context_limit_tokens=LIMIT)
-        return {name: drafter_module(name).tiny(setup) for name in ("ngram", "mtp")}
-
-    @contextmanager
-    def engine(self, kv_dir: Path | None = None, limits: SpillLimits = WIDE) -> Iterator[Assembled]:
-        options = EngineOptions(device="cpu", kv_dir=kv_dir or self.kv_dir, kv_limits=limits)
-        parts = assemble(self.model, self.ops, LIMIT, self.drafters(), options)
-        parts.loop.start()
-        try:
-            yield parts
-        finally:
-            parts.loop.stop()
-
-    @contextmanager
-    def engine_without(self) -> Iterator[Assembled]:
-        parts = assemble(self.model, self.ops, LIMIT, self.drafters(), EngineOptions(device="cpu"))
-        parts.loop.start()
-        try:
-            yield parts
-        finally:
-            parts.loop.stop()
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return Machine(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def prompt_ids(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    phrase = [generator.randrange(90) for _ in range(11)]
-    ids: list[int] = []
-    while len(ids) < length:
-        ids += phrase if generator.random() < 0.6 else [generator.randrange(90) for _ in range(3)]
-    return ids[:length]
-
-
-def eager(parts: Assembled) -> None:
-    """Read whatever there is, however fast this machine computes tiny models."""
-    tiers = parts.loop.tiers
-    assert isinstance(tiers, DiskTiers)
-    tiers._worth_reading = lambda tokens, size: True  # type: ignore[method-assign]
-
-
-def usable(parts: Assembled, num_tokens: int) -> int:
-    """Tokens that come from disk for a prompt that was asked before: a hybrid resumes from a page near its end."""
-    if not parts.scheduler.needs_state:
-        return num_tokens - 1
-    return (num_tokens - 1 - PROMPT_TAIL_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
-
-
-def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def facts(items: list[Collected]) -> list[tuple[list[int], list[float]]]:
-    return [(item.token_ids, item.logprobs) for item in items]
 
 
 # Prompt lengths whose last cached token falls around the borders of a page, a tile and a segment.
@@ -300,7 +221,7 @@ def test_two_engines_on_one_directory(machine: Machine, tmp_path: Path) -> None:
         two = run(right, [make_request(p, max_tokens=6, logprobs=0) for p in prompts[1:]])
         assert facts(one[1:]) == facts(two[:2])
         tiers = left.loop.tiers
-        assert isinstance(tiers, DiskTiers)
+        assert isinstance(tiers, HostAndDisk)
         wait(lambda: not tiers._waiting)
         [seen] = run(right, [make_request(prompts[0], max_tokens=6, logprobs=0)])
         assert seen.cached_tokens == usable(right, 300) and facts([seen]) == facts(one[:1])
@@ -321,13 +242,13 @@ def test_streams_go_on_while_a_restore_is_slow(machine: Machine, tmp_path: Path)
     with machine.engine(kv_dir) as parts:
         eager(parts)
         tiers = parts.loop.tiers
-        assert isinstance(tiers, DiskTiers)
+        assert isinstance(tiers, HostAndDisk)
         go: list[bool] = []
         lookup = tiers._store.lookup
 
-        def slow(*args: object) -> object:
+        def slow(*args: object, **more: object) -> object:
             wait(lambda: bool(go))
-            return lookup(*args)  # type: ignore[arg-type]
+            return lookup(*args, **more)  # type: ignore[arg-type]
 
         tiers._store.lookup = slow  # type: ignore[method-assign, assignment]
         held = Collected()
