@@ -92,7 +92,9 @@ class _Run:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    per_position: list[int] = dataclasses.field(default_factory=list)
+    draft_steps: int = 0
+    drafted_at: list[int] = dataclasses.field(default_factory=list)
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
 
 
 class ScriptedEngine:
@@ -321,9 +323,11 @@ class ScriptedEngine:
         run.steps += 1
         run.drafted += n_drafted
         run.accepted += n_accepted
-        run.per_position += [0] * (n_accepted - len(run.per_position))
-        for position in range(n_accepted):
-            run.per_position[position] += 1
+        run.draft_steps += n_drafted > 0
+        for counts, reached in ((run.drafted_at, n_drafted), (run.accepted_at, n_accepted)):
+            counts.extend([0] * (reached - len(counts)))
+            for position in range(reached):
+                counts[position] += 1
         self._counters.step(self._drafter(), n_drafted, n_accepted)
 
     def _usage(self, run: _Run) -> Usage:
@@ -344,5 +348,7 @@ class ScriptedEngine:
             verify_steps=run.steps,
             draft_n=run.drafted,
             draft_n_accepted=run.accepted,
-            accepted_per_position=tuple(run.per_position),
+            draft_steps=run.draft_steps,
+            drafted_per_position=tuple(run.drafted_at),
+            accepted_per_position=tuple(run.accepted_at),
         )

@@ -12,6 +12,7 @@ from textual.filter import LineFilter, NoColor
 from textual.screen import Screen
 
 from localspec.api.engine import Engine
+from localspec.api.library import ModelLibrary
 from localspec.chats import StoreWorker
 from localspec.tui.conversation import Conversation
 from localspec.tui.options import ChatSettings, UiOptions
@@ -30,12 +31,17 @@ class LocalspecApp(App[None]):
     BINDINGS = [Binding("ctrl+q", "leave", "Quit", priority=True)]  # noqa: RUF012 - the base class declares it
 
     def __init__(
-        self, engine: Engine, store: StoreWorker, options: UiOptions, settings: ChatSettings | None = None
+        self,
+        engine: Engine,
+        store: StoreWorker,
+        options: UiOptions,
+        settings: ChatSettings | None = None,
+        library: ModelLibrary | None = None,
     ) -> None:
         super().__init__()
         self._options = options
         conversation = Conversation(engine, store, settings or ChatSettings(), private=options.private)
-        self.chat = ChatScreen(conversation, options)
+        self.chat = ChatScreen(conversation, options, library)
         if options.still or options.over_ssh:
             self.animation_level = "none"
         if options.no_color:

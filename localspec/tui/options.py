@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class UiOptions:
     """Where copied text is written besides the clipboard."""
     address: str = ""
     """The port that other programs can use, as shown in the panel."""
+    find_address: Callable[[], str] = str
+    """The same where it may change, as for an engine that is started anew. Asked only while `address` is empty."""
     models: tuple[tuple[str, str], ...] = ()
     private: bool = False
     no_color: bool = False

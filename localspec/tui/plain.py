@@ -96,6 +96,15 @@ class PlainChat:
         lines.append(f"Lines between two lines of {BLOCK_MARK} are sent together. Ctrl+C stops an answer.")
         self.tell("\n".join(lines))
 
+    def show_screen(self, kind: str) -> None:
+        words = {
+            "models": "localspec ls, pull and rm manage models; /model NAME loads one",
+            "settings": "/set, /think, /draft and /system change settings",
+            "bench": "localspec bench measures drafters",
+            "tuner": "localspec tune says what was measured",
+        }
+        raise SlashError(f"/{kind} is a screen, which --plain does not have: {words[kind]}.")
+
     async def shown(self) -> None:
         title = self.conversation.chat.title if self.conversation.chat else ""
         self.tell(f"Chat: {title}, {len(self.conversation.messages)} messages.")

@@ -19,7 +19,11 @@ class Slash:
 
 SLASHES: tuple[Slash, ...] = (
     Slash("help", "/help", "keys and commands"),
-    Slash("model", "/model [NAME]", "switch to another installed model, or list them"),
+    Slash("model", "/model [NAME]", "switch to another installed model, or say what is loaded"),
+    Slash("models", "/models", "what is there and what fits; fetch, load and remove models"),
+    Slash("settings", "/settings", "sampling presets, thinking, drafter, system prompts, theme"),
+    Slash("bench", "/bench", "measure drafters and depths against plain decoding"),
+    Slash("tuner", "/tuner", "which drafter is used for which work, and why"),
     Slash("system", "/system [TEXT]", "show or set the system prompt; /system - removes it"),
     Slash("set", "/set [NAME VALUE]", "show or set sampling: temperature, top_p, seed, max_tokens, ..."),
     Slash("think", "/think on|off|auto|N", "let the model think, not think, or think at most N tokens"),

@@ -12,6 +12,7 @@ from localspec.chats.export import IMPORT_LIMIT_BYTES, from_json, to_json, to_ma
 from localspec.tui.blocks import code_blocks
 from localspec.tui.clipboard import write_private
 from localspec.tui.conversation import Conversation
+from localspec.tui.drafter_choice import choose_drafter
 from localspec.tui.message_lines import answer_figures
 from localspec.tui.options import ChatSettings, UiOptions, with_setting
 from localspec.tui.panel_text import acceptance, speedup_text
@@ -34,6 +35,10 @@ class Host(Protocol):
         ...
 
     def show_help(self) -> None: ...
+
+    def show_screen(self, kind: str) -> None:
+        """Open `models`, `settings`, `bench` or `tuner`. Raises SlashError where there are no screens."""
+        ...
 
     async def shown(self) -> None:
         """The conversation changed: show it."""
@@ -60,6 +65,10 @@ class SlashRunner:
         self._table: dict[str, Callable[[str], Awaitable[None]]] = {
             "help": self._help,
             "model": self._model,
+            "models": self._screen("models"),
+            "settings": self._screen("settings"),
+            "bench": self._screen("bench"),
+            "tuner": self._screen("tuner"),
             "system": self._system,
             "set": self._set,
             "think": self._think,
@@ -88,6 +97,12 @@ class SlashRunner:
 
     async def _help(self, argument: str) -> None:
         self._host.show_help()
+
+    def _screen(self, kind: str) -> Callable[[str], Awaitable[None]]:
+        async def show(argument: str) -> None:
+            self._host.show_screen(kind)
+
+        return show
 
     async def _model(self, argument: str) -> None:
         if argument:
@@ -131,9 +146,7 @@ class SlashRunner:
             raise SlashError(f"/draft needs one of {known}, and may be followed by a depth.")
         talk = self._host.conversation
         depth = int(words[1]) if len(words) == 2 else None
-        await talk.engine.choose_drafter(DrafterChoice(words[0], depth))
-        # The engine remembers the choice; a drafter of the chat's own would hide it.
-        await talk.configure(replace(talk.settings, drafter=None, depth=None))
+        await choose_drafter(talk, DrafterChoice(words[0], depth))
         self._host.tell(f"Drafter: {words[0]}" + (f", depth {depth}." if depth is not None else "."))
 
     async def _retry(self, argument: str) -> None:

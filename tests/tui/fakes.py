@@ -12,6 +12,7 @@ from typing import Any
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from localspec.api.library import ModelLibrary
 from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.api.types import (
     ClientMetrics,
@@ -84,12 +85,13 @@ async def started(
     folder: Path,
     size: tuple[int, int] = WIDE,
     settings: ChatSettings | None = None,
+    library: ModelLibrary | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[LocalspecApp, Pilot[None]]]:
     """A running app whose chats lie in `folder`; it is left as Ctrl+Q leaves it."""
     store = StoreWorker(lambda: open_store(folder / "chats.sqlite3"))
     ui = UiOptions(export_dir=folder, copy_file=folder / "copied.txt", still=True, over_ssh=True, **options)
-    app = LocalspecApp(engine, store, ui, settings)
+    app = LocalspecApp(engine, store, ui, settings, library)
     try:
         async with app.run_test(size=size) as pilot:
             await until(lambda: app.screen is app.chat and app.chat.transcript.look.width > 0)

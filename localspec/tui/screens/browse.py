@@ -1,20 +1,27 @@
-"""The lists that the chat screen opens: chats, search, models, and what is done with the thing picked."""
+"""The screens that the chat opens over itself: lists, models, bench, tuner, settings, and what follows from them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localspec.api.engine import DrafterChoice
+from localspec.api.library import LibraryError, ModelLibrary
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
 from localspec.chats.export import to_markdown
 from localspec.tui.clipboard import write_private
+from localspec.tui.drafter_choice import choose_drafter
 from localspec.tui.lists import chat_rows, hit_rows, model_rows
+from localspec.tui.pulls import Pulls
 from localspec.tui.screens.ask import AskScreen
+from localspec.tui.screens.bench import BenchScreen, BenchState
+from localspec.tui.screens.models import ModelsScreen
 from localspec.tui.screens.parameters import ParametersScreen
 from localspec.tui.screens.pick import Picked, PickScreen, Row
+from localspec.tui.screens.tuner import TunerScreen
 from localspec.tui.slash_runner import free_path
 
 if TYPE_CHECKING:
@@ -24,24 +31,72 @@ CHAT_ACTIONS = (("f2", "rename", "rename"), ("f3", "export", "export"), ("delete
 
 
 class Browser:
-    """Opens a list over the chat and acts on the choice."""
+    """Opens a screen over the chat and acts on the choice. `library` None: models are not this program's to manage."""
 
-    def __init__(self, screen: ChatScreen, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, screen: ChatScreen, library: ModelLibrary | None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._screen = screen
+        self._library = library
         self._clock = clock
+        self._pulls = None if library is None else Pulls(library, self._pull_ended)
+        self._bench = BenchState()
 
     def show(self, kind: str) -> None:
-        """Open `chats`, `search` or `models`."""
-        screens = {
+        """Open `chats`, `search`, `models`, `bench`, `tuner` or `settings`."""
+        lists = {
             "chats": lambda: PickScreen("Chats", self._chats, CHAT_ACTIONS, "No chat yet."),
             "search": lambda: PickScreen("Search in all chats", self._hits, (), "Nothing found."),
             "models": lambda: PickScreen("Installed models", self._models, (), "localspec pull NAME installs one."),
         }
-        self._screen.run_worker(self._browse(kind, screens[kind]()), group="browse", exclusive=True)
+        screens = {"bench": self._show_bench, "tuner": self._show_tuner, "settings": self._parameters}
+        if self._library is not None:
+            screens["models"] = self._show_models
+        work = screens[kind]() if kind in screens else self._browse(kind, lists[kind]())
+        self._screen.run_worker(work, group="browse", exclusive=True)
 
-    def show_parameters(self) -> None:
-        """Open the parameters of the chat."""
-        self._screen.run_worker(self._parameters(), group="browse", exclusive=True)
+    async def close(self) -> None:
+        """End what goes on behind the screens."""
+        if self._pulls is not None:
+            await self._pulls.close()
+
+    async def _show_bench(self) -> None:
+        screen = self._screen
+        await screen.app.push_screen_wait(BenchScreen(screen.conversation, screen.options.export_dir, self._bench))
+
+    async def _show_tuner(self) -> None:
+        if await self._screen.app.push_screen_wait(TunerScreen(self._screen.conversation)) == "bench":
+            await self._show_bench()
+
+    async def _show_models(self) -> None:
+        assert self._library is not None and self._pulls is not None, "show() asks for models only with a library"
+        engine = self._screen.conversation.engine
+        model, now = engine.model(), engine.metrics()
+        held_bytes = sum(now.memory_bytes.values()) if model is not None else 0
+        asked = ModelsScreen(self._library, self._pulls, model.id if model else "", held_bytes, self._library_changed)
+        name = await self._screen.app.push_screen_wait(asked)
+        if name is not None:
+            await self._screen.switch_model(name)
+
+    def _library_changed(self) -> None:
+        self._screen.run_worker(self._read_library(), group="library", exclusive=True)
+
+    async def _read_library(self) -> None:
+        """Completion of /model knows what is installed now."""
+        if self._library is None:
+            return
+        try:
+            models = await self._library.models()
+        except LibraryError:
+            return
+        installed = tuple((model.id, model.title) for model in models if model.installed)
+        self._screen.options = replace(self._screen.options, models=installed)
+
+    def _pull_ended(self, name: str, problem: str) -> None:
+        if not self._screen.is_running:
+            return
+        self._screen.tell(problem or f"{name} is ready: /model {name} loads it.", error=bool(problem))
+        self._library_changed()
 
     async def _parameters(self) -> None:
         screen, talk = self._screen, self._screen.conversation
@@ -51,7 +106,7 @@ class Browser:
             return
         try:
             if chosen.drafter is not None:
-                await talk.engine.choose_drafter(DrafterChoice(chosen.drafter, chosen.settings.depth))
+                await choose_drafter(talk, DrafterChoice(chosen.drafter, chosen.settings.depth))
             await talk.configure(chosen.settings, chosen.system_prompt)
         except (ChatError, EngineError, OSError) as error:
             screen.tell(str(error), error=True)

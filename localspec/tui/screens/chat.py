@@ -13,10 +13,12 @@ from textual.screen import Screen
 from textual.theme import Theme
 from textual.widgets import Footer, Label, TextArea
 
+from localspec.api.library import ModelLibrary
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
 from localspec.tui.attachments import AttachmentError, Attachments, fenced, read_file
 from localspec.tui.conversation import Conversation
+from localspec.tui.drafter_choice import choose_again
 from localspec.tui.options import SettingError, UiOptions
 from localspec.tui.panel_text import PanelState
 from localspec.tui.screens.answering import Answering
@@ -47,7 +49,7 @@ class ChatScreen(Screen[None]):
 
     BINDINGS = KEYS
 
-    def __init__(self, conversation: Conversation, options: UiOptions) -> None:
+    def __init__(self, conversation: Conversation, options: UiOptions, library: ModelLibrary | None = None) -> None:
         super().__init__()
         self.conversation = conversation
         self.options = options
@@ -57,7 +59,7 @@ class ChatScreen(Screen[None]):
         self._was_ready = False
         self._slash = SlashRunner(self)
         self.answering = Answering(self)
-        self._browser = Browser(self)
+        self._browser = Browser(self, library)
         self._message_actions = MessageActions(self)
         self._copier = Copier(self)
         self._attachments = Attachments()
@@ -182,9 +184,6 @@ class ChatScreen(Screen[None]):
     async def action_browse(self, kind: str) -> None:
         self._browser.show(kind)
 
-    def action_parameters(self) -> None:
-        self._browser.show_parameters()
-
     async def action_retry(self) -> None:
         await self._try(self.retry())
 
@@ -226,6 +225,9 @@ class ChatScreen(Screen[None]):
 
     def copy_out(self, text: str, what: str) -> None:
         self._copier.copy(text, what)
+
+    def show_screen(self, kind: str) -> None:
+        self._browser.show(kind)
 
     def show_help(self) -> None:
         self.app.push_screen(HelpScreen())
@@ -289,6 +291,7 @@ class ChatScreen(Screen[None]):
     async def leave(self) -> None:
         """Stop, keep what is unsent, and end the app."""
         await self.answering.stop()
+        await self._browser.close()
         await self._try(self.conversation.keep_draft(self.prompt.text))
         self.conversation.close()
         self.app.exit()
@@ -302,7 +305,7 @@ class ChatScreen(Screen[None]):
             self._state.now,
             self._state.before,
             self._state.history,
-            self.options.address,
+            self.options.address or self.options.find_address(),
             self.conversation.private,
         ).advanced(model, now)
         self.query_one("#panel", LivePanel).show(self._state)
@@ -333,6 +336,7 @@ class ChatScreen(Screen[None]):
         # its user, from then on.
         with suppress(EngineError):
             await self.conversation.engine.wait_ready()
+            await choose_again(self.conversation)
 
     async def _restore(self) -> None:
         if self.conversation.is_cut:
