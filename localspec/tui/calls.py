@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localspec.tui.text import clean, clean_line
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _XML_NAME = re.compile(r"\s*<function=([^>\s]*)")
 _XML_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)(?:\n?</parameter>|\Z)", re.DOTALL)
 _JSON_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
@@ -24,12 +24,16 @@ LONGEST_READ_CHARS = 200_000
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `arguments` are lines to read, `brief` is one line, `source` is what the model wrote."""
+    """One call. `arguments` are lines to read, `brief` is one line, `source` is what the model wrote.
+
+    `is_whole` says that the model has ended it.
+    """
 
     name: str
     arguments: str
     brief: str
     source: str
+    is_whole: bool = True
 
 
 def split_calls(content: str, spans: Sequence[tuple[int, str, str]]) -> list[tuple[bool, str]]:
@@ -52,13 +56,13 @@ def split_calls(content: str, spans: Sequence[tuple[int, str, str]]) -> list[tup
             parts.append((is_call, text))
     if position < len(content):
         parts.append((False, content[position:]))
-    return [(is_call, text) for is_call, text in parts if is_call or text.strip()]
+    return [(is_call, text) for is_call, text in parts if text.strip()]
 
 
 def read_calls(text: str) -> list[Call]:
     """The calls of one part, whole or still being written."""
-    bodies = [match[1] for match in _TAGGED.finditer(text)] or [text]
-    return [_read_call(body.strip("\n")) for body in bodies]
+    found = [(match[1], bool(match[2])) for match in _TAGGED.finditer(text)] or [(text, True)]
+    return [replace(_read_call(body.strip("\n")), is_whole=is_whole) for body, is_whole in found]
 
 
 def pretty(text: str) -> str:

@@ -7,19 +7,22 @@ import shutil
 import subprocess
 from pathlib import Path
 
-_PROGRAMS = (("wl-copy",), ("xclip", "-selection", "clipboard"))
+# Terminals cut or refuse longer escape sequences; the base64 of this many bytes stays under 100,000 characters.
+TERMINAL_LIMIT_BYTES = 74_994
+# The last one is Windows' own, within reach of WSL; it takes UTF-16.
+_PROGRAMS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("clip.exe",))
 _TIMEOUT_S = 2.0
 
 
 def copy_with_desktop(text: str) -> str:
-    """Hand text to `wl-copy` or `xclip`; the name of the one that took it, or an empty string."""
+    """Hand text to `wl-copy`, `xclip` or `clip.exe`; the name of the one that took it, or an empty string."""
     for program, *arguments in _PROGRAMS:
         if shutil.which(program) is None:
             continue
         try:
             subprocess.run(
                 [program, *arguments],
-                input=text.encode("utf-8", "replace"),
+                input=text.encode("utf-16" if program == "clip.exe" else "utf-8", "replace"),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_TIMEOUT_S,

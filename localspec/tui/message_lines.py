@@ -223,8 +223,7 @@ class MessageLines:
 
     def _call(self, look: Look, call: Call, fold: str, line: int) -> list[Strip]:
         is_open = self._is_open(fold, look)
-        # The last call of a growing answer may go on; its arguments are shown as far as they are there.
-        verb = "Calling" if self._message.state == "streaming" else "Call"
+        verb = "Call" if call.is_whole or self._message.state != "streaming" else "Calling"
         brief = f"({call.brief})" if call.brief and not is_open else ""
         head = Strip([Segment("▾ " if is_open else "▸ ", _DIM), Segment(f"{verb} {call.name}", _CALL)])
         room = look.width - head.cell_length
@@ -234,8 +233,9 @@ class MessageLines:
             head = Strip.join([head, strip.apply_style(_DIM)])
         lines = [head.crop(0, look.width)]
         if is_open:
-            inner = wrap_text(call.arguments or "(no arguments)", max(2, look.width - 2))
-            lines += [Strip.join([Strip([Segment("  ")]), strip]) for strip in inner]
+            indent = "  " if look.width > 8 else ""
+            inner = wrap_text(call.arguments or "(no arguments)", look.width - len(indent))
+            lines += [Strip.join([Strip([Segment(indent)]), strip]) for strip in inner]
         return self._placed("call", line, lines, call.source, fold)
 
     def _markdown(self, look: Look, number: int, text: str, line: int) -> list[Strip]:
