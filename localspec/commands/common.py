@@ -78,7 +78,32 @@ def catalogue(config: Settings) -> Catalogue:
 
 def installed_ids(config: Settings) -> list[str]:
     """Ids of installed models, newest first."""
-    folder = config.paths.models_dir
+    return _ids_in(config.paths.models_dir)
+
+
+def drafter_ids(config: Settings) -> list[str]:
+    """Ids of installed drafters, `MODEL.KIND`, newest first."""
+    return _ids_in(config.paths.drafters_dir)
+
+
+def known_id(config: Settings, name: str) -> str:
+    """The id behind an alias, an address or a drafter's name; any other name stands for itself."""
+    from localspec.hub.catalogue import find_drafter
+    from localspec.hub.records import HubError
+
+    if name in installed_ids(config) or name in drafter_ids(config):
+        return name
+    known = catalogue(config)
+    drafter = find_drafter(known, name)
+    if drafter is not None:
+        return f"{drafter[0].id}.{drafter[1]}"
+    try:
+        return known.find(name).id
+    except HubError:
+        return name
+
+
+def _ids_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / "localspec.json").is_file()]

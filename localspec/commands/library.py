@@ -12,9 +12,11 @@ from localspec.commands.common import (
     EXIT_MACHINE_CANNOT,
     EXIT_WRONG_USE,
     Fail,
+    drafter_ids,
     fail,
     gib,
     installed_ids,
+    known_id,
     print_json,
     settings,
 )
@@ -26,15 +28,16 @@ from localspec.commands.options import json_option
 @click.argument("model", required=False)
 @json_option
 def verify(model: str | None, as_json: bool) -> None:
-    """Hash every file of MODEL, or of all installed models."""
+    """Hash every file of MODEL, or of all installed models and drafters."""
     from localspec.hub.local import verify as check
     from localspec.hub.records import HubError
 
     config = settings()
     problems: dict[str, list[str]] = {}
-    for model_id in [model] if model else installed_ids(config):
+    for model_id in [known_id(config, model)] if model else [*installed_ids(config), *drafter_ids(config)]:
+        place = config.paths.data_dir if model_id not in drafter_ids(config) else config.paths.drafters_dir.parent
         try:
-            problems[model_id] = list(check(config.paths.data_dir, model_id, lambda name: click.echo(name, err=True)))
+            problems[model_id] = list(check(place, model_id, lambda name: click.echo(name, err=True)))
         except HubError as error:
             fail(str(error), error.exit_code)
     if as_json:
@@ -43,30 +46,42 @@ def verify(model: str | None, as_json: bool) -> None:
         if not as_json:
             click.echo(f"{model_id}: {'whole' if not found else '; '.join(found)}")
     if any(problems.values()):
-        raise Fail("some models are damaged; remove and pull them again", EXIT_FAILED)
+        raise Fail("some models are damaged; pull them again with --force", EXIT_FAILED)
 
 
 @click.command()
-def prune() -> None:
+@click.option("--all", "everything", is_flag=True, help="Also what was touched within the last hour.")
+@json_option
+def prune(everything: bool, as_json: bool) -> None:
     """Remove unfinished pulls and left-over builds that nothing touched for a while."""
+    from localspec.hub.local import STALE_AFTER_S
     from localspec.hub.local import prune as sweep
 
-    click.echo(f"{gib(sweep(settings().paths.data_dir))} given back")
+    config = settings()
+    places = (config.paths.data_dir, config.paths.drafters_dir.parent)
+    freed_bytes = sum(sweep(place, stale_after_s=0.0 if everything else STALE_AFTER_S) for place in places)
+    if as_json:
+        print_json({"freed_bytes": freed_bytes})
+    else:
+        click.echo(f"{gib(freed_bytes)} given back")
 
 
 @click.command()
 @json_option
 def df(as_json: bool) -> None:
-    """Show what the models take and what the disk has left."""
+    """Show what models, drafters and unfinished pulls take, and what the disk has left."""
     from localspec.hub.local import disk_use
 
-    use = disk_use(settings().paths.data_dir)
+    config = settings()
+    use, drafters = disk_use(config.paths.data_dir), disk_use(config.paths.drafters_dir.parent)
+    partial_bytes = use.partial_bytes + drafters.partial_bytes
     if as_json:
-        print_json({**dataclasses.asdict(use), "total_bytes": use.total_bytes})
+        document = {**dataclasses.asdict(use), "drafters": drafters.models, "partial_bytes": partial_bytes}
+        print_json({**document, "total_bytes": use.total_bytes + drafters.total_bytes})
         return
-    for model_id, size_bytes in use.models:
+    for model_id, size_bytes in (*use.models, *drafters.models):
         click.echo(f"{model_id:32} {gib(size_bytes):>12}")
-    click.echo(f"{'unfinished':32} {gib(use.partial_bytes):>12}\n{'free on this disk':32} {gib(use.free_bytes):>12}")
+    click.echo(f"{'unfinished':32} {gib(partial_bytes):>12}\n{'free on this disk':32} {gib(use.free_bytes):>12}")
 
 
 @click.command("import")

@@ -28,6 +28,7 @@ PACKED_NAME = "weights.packed"
 """Made from the other files for a card's kernels; not in the manifest, and may be deleted at any time."""
 TEMPORARY_PREFIX = ".tmp-"
 PARTIAL_DIRECTORY = ".partial"
+PULL_LOCK_NAME = "lock"
 READ_BYTES = 4 << 20
 RESERVE_BYTES = 64 << 20
 MAX_JSON_BYTES = 64 << 20

@@ -16,6 +16,7 @@ from typing import Any
 from localspec.hub import layout
 from localspec.hub.layout import Manifest
 from localspec.hub.records import HubError
+from localspec.storage.files import exclusive_lock
 
 # A build that is running touches its folder; older ones belong to a process that is gone.
 STALE_AFTER_S = 3600.0
@@ -168,15 +169,31 @@ def remove(data_dir: Path, model_id: str) -> int:
 
 
 def prune(data_dir: Path, now_s: float | None = None, stale_after_s: float = STALE_AFTER_S) -> int:
-    """Removes left-over builds and unfinished pulls that nothing touched for a while; returns the bytes given back."""
+    """Removes left-over builds and unfinished pulls that nothing touched for a while; returns the bytes given back.
+
+    A pull that is running keeps its files, however old.
+    """
     now_s = time.time() if now_s is None else now_s
     freed_bytes = 0
     for path in _leftovers(data_dir):
+        if _is_pulled_now(path):
+            continue
         newest_s = max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
         if now_s - newest_s >= stale_after_s:
             freed_bytes += tree_bytes(path)
             _delete(path)
     return freed_bytes
+
+
+def _is_pulled_now(path: Path) -> bool:
+    lock = path / layout.PULL_LOCK_NAME
+    if not lock.is_file():
+        return False
+    try:
+        with exclusive_lock(lock, wait=False):
+            return False
+    except OSError:
+        return True
 
 
 def disk_use(data_dir: Path) -> DiskUse:

@@ -119,7 +119,7 @@ def _read_pins(data_dir: Path, meter: ProgressMeter) -> Mapping[str, Pin]:
 @contextlib.contextmanager
 def _alone(folder: Path, model_id: str) -> Iterator[None]:
     try:
-        with exclusive_lock(folder / "lock", wait=False):
+        with exclusive_lock(folder / layout.PULL_LOCK_NAME, wait=False):
             yield
     except BlockingIOError as error:
         raise HubError(f"{model_id} is being pulled by another process; wait for it or end it") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -284,3 +286,15 @@ def running(hub: FakeHub) -> Iterator[FakeHub]:
         for server in servers:
             server.shutdown()
             server.server_close()
+
+
+def cache_file(cache: Path, name: str, data: bytes, lfs: bool, repo: str = "acme/tiny") -> None:
+    """A file as the hub's client lays it down: a blob named by its hash, a link in the snapshot, a ref."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    blob = folder / "blobs" / (sha256(data) if lfs else git_sha1(data))
+    snapshot = folder / "snapshots" / COMMIT
+    for directory in (blob.parent, snapshot, folder / "refs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(data)
+    (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    (folder / "refs" / "main").write_text(COMMIT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_fake_server import COMMIT, FakeHub, Fault, running
+from hub_fake_server import COMMIT, FakeHub, Fault, cache_file, running
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import load_file, save
 
@@ -18,7 +18,6 @@ from localspec.hub.catalogue import Catalogue, DrafterEntry, HubSource, ModelEnt
 from localspec.hub.get import Wish, get
 from localspec.hub.local import list_installed, verify
 from localspec.hub.records import HubError, HubSettings, PullProgress
-from tests.hub.test_pull import cache_file
 
 CONFIG = {"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}
 MTP = {
@@ -212,8 +211,7 @@ def test_hostile_indexes_of_the_base(export: FakeHub, base: FakeHub, tmp_path: P
 def test_the_block_from_the_hub_cache_offline(export: FakeHub, base: FakeHub, tmp_path: Path) -> None:
     for name, data in base.files.items():
         if name != "tokenizer.json":
-            cache_file(tmp_path / "cache", name, data, lfs=name in base.lfs)
-    (tmp_path / "cache" / "models--acme--tiny").rename(tmp_path / "cache" / "models--acme--base")
+            cache_file(tmp_path / "cache", name, data, name in base.lfs, "acme/base")
     settings = replace(settings_of(export), hub_cache_dir=str(tmp_path / "cache"))
     (result,) = get(WITH_BASE, Wish("export.mtp", offline=True), tmp_path, settings)
     np.testing.assert_array_equal(

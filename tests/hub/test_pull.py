@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_fake_server import COMMIT, FakeHub, Fault, git_sha1, running, sha256
+from hub_fake_server import COMMIT, FakeHub, Fault, cache_file, running, sha256
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import save
 
@@ -326,18 +326,6 @@ def test_kill_9_then_resume_fetches_only_the_rest(hub: FakeHub, gguf_bytes: byte
     result = pull(entry_with(hub_source(gguf_bytes)), tmp_path, settings_for(hub))
     assert installed_names(result.directory) == EXPECTED_NAMES
     assert hub.body_bytes_of(GGUF) == len(gguf_bytes) - held
-
-
-def cache_file(cache: Path, name: str, data: bytes, lfs: bool) -> None:
-    """A file as the hub's client lays it down: a blob named by its hash, a link in the snapshot, a ref."""
-    folder = cache / "models--acme--tiny"
-    blob = folder / "blobs" / (sha256(data) if lfs else git_sha1(data))
-    snapshot = folder / "snapshots" / COMMIT
-    for directory in (blob.parent, snapshot, folder / "refs"):
-        directory.mkdir(parents=True, exist_ok=True)
-    blob.write_bytes(data)
-    (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
-    (folder / "refs" / "main").write_text(COMMIT)
 
 
 def test_file_in_the_hub_cache_is_used_also_offline(hub: FakeHub, gguf_bytes: bytes, tmp_path: Path) -> None:
