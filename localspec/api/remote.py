@@ -90,6 +90,11 @@ class RemoteEngine:
         """The model that the port last said."""
         return self._model
 
+    @property
+    def address(self) -> str:
+        """Where the port is now; an engine that is started anew has another."""
+        return self._settings.root
+
     def metrics(self) -> MetricsSnapshot:
         """The last snapshot that arrived; `loading` with a stage while the port cannot be reached."""
         return self._snapshot

@@ -163,20 +163,25 @@ def _store(config: Settings) -> StoreWorker:
 
 
 def _run_app(config: Settings, engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]) -> None:
+    from localspec.commands.model_library import HubLibrary
     from localspec.tui.app import LocalspecApp
     from localspec.tui.options import ChatSettings, UiOptions
 
+    # The models of another machine are not ours to manage.
+    library = None if options["url"] else HubLibrary(config, options["device"], options["kv_cache"])
     known = {entry.id: entry.title for entry in catalogue(config).models}
+    installed = installed_ids(config) if library is not None else []
     ui = UiOptions(
         export_dir=Path.cwd(),
         copy_file=config.paths.cache_dir / "copied.txt",
         address=options["url"] or "",
-        models=tuple((model_id, known.get(model_id, model_id)) for model_id in installed_ids(config)),
+        find_address=lambda: engine.address,
+        models=tuple((model_id, known.get(model_id, model_id)) for model_id in installed),
         private=options["private"],
         no_color=config.no_color,
         over_ssh=config.over_ssh,
     )
-    LocalspecApp(engine, store, ui, _chat_settings(options, ChatSettings)).run()
+    LocalspecApp(engine, store, ui, _chat_settings(options, ChatSettings), library).run()
 
 
 def _run_plain(engine: RemoteEngine, store: StoreWorker, options: dict[str, Any]) -> None:

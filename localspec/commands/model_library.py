@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localspec.api.library import Budget, LibraryError, LibraryModel, PullStep
@@ -39,11 +39,14 @@ class _Device:
 
 
 class HubLibrary:
-    """`device` is what the engine was asked to use: auto, cpu, cuda or cuda:N."""
+    """`device` (auto, cpu, cuda or cuda:N) and `kv_cache` (auto, fp8 or bf16) are what the engine was asked to use."""
 
-    def __init__(self, config: Settings, device: str = "auto", worker: tuple[str, ...] = WORKER) -> None:
+    def __init__(
+        self, config: Settings, device: str = "auto", kv_cache: str = "auto", worker: tuple[str, ...] = WORKER
+    ) -> None:
         self._config = config
         self._device = device
+        self._kv_cache = kv_cache
         self._worker = worker
 
     async def models(self) -> tuple[LibraryModel, ...]:
@@ -115,35 +118,35 @@ class HubLibrary:
         return tuple(found)
 
     def _budget(self, model_id: str, held_bytes: int) -> Budget | None:
-        from localspec.hub.fit import KV_DTYPE_BYTES, RUNTIME_BYTES, SOLD_SIZE_SHARE, cache_shape, fit, weights_of
-        from localspec.hub.layout import read_json
         from localspec.hub.records import HubError
 
         device = self._memory(held_bytes)
+        try:
+            if (self._config.paths.models_dir / model_id / "localspec.json").is_file():
+                return self._measured(model_id, device)
+            return _estimated(next((e for e in catalogue(self._config).models if e.id == model_id), None), device)
+        except (HubError, OSError):
+            # What is wrong with the model is said in its row.
+            return None
+
+    def _measured(self, model_id: str, device: _Device) -> Budget:
+        """From the sizes of the stored tensors. Raises HubError and OSError."""
+        from localspec.hub.fit import RUNTIME_BYTES, cache_shape, fit, weights_of
+        from localspec.hub.layout import read_json
+
         folder = self._config.paths.models_dir / model_id
-        if (folder / "localspec.json").is_file():
-            try:
-                weights, shape = weights_of(folder), cache_shape(read_json(folder / "config.json"))
-                runtime = RUNTIME_BYTES if device.is_gpu else CPU_RUNTIME_BYTES
-                # `fit` always takes a card's runtime off.
-                usable = device.free_bytes + RUNTIME_BYTES - runtime
-                kv_dtype = "fp8" if device.is_gpu and "fp8" in KV_DTYPE_BYTES else "bf16"
-                return _exact(device, fit(weights, shape, usable, kv_dtype, weights.mtp > 0), runtime)
-            except (HubError, OSError):
-                return None
-        entry = next((entry for entry in catalogue(self._config).models if entry.id == model_id), None)
-        if entry is None:
-            return None
-        if not device.is_gpu or not entry.smallest_gpu_gib:
-            fits = entry.smallest_gpu_gib == 0
-            return None if fits else Budget(device.name, device.free_bytes, 0, estimated=True)
-        sizes = [gib for gib in entry.context_tokens if gib * SOLD_SIZE_SHARE <= device.total_gib]
-        tokens = entry.context_tokens[max(sizes)] if sizes else 0
-        if not tokens and entry.smallest_gpu_gib * SOLD_SIZE_SHARE <= device.total_gib:
-            return None
-        return Budget(
-            device.name, device.free_bytes, tokens, max(entry.context_tokens.values(), default=0), estimated=True
-        )
+        weights, shape = weights_of(folder), cache_shape(read_json(folder / "config.json"))
+        kv_dtype, runtime_bytes = self._kv_cache, RUNTIME_BYTES
+        if not device.is_gpu:
+            runtime_bytes = CPU_RUNTIME_BYTES
+        if kv_dtype == "auto":
+            kv_dtype = "fp8" if device.is_gpu else "bf16"
+            if not device.is_gpu:
+                # A CPU keeps float32, twice what bf16 takes.
+                shape = replace(shape, values_per_token_and_layer=2 * shape.values_per_token_and_layer)
+        # `fit` always takes a card's runtime off.
+        found = fit(weights, shape, device.free_bytes + RUNTIME_BYTES - runtime_bytes, kv_dtype, weights.mtp > 0)
+        return _exact(device, found, runtime_bytes)
 
     def _memory(self, held_bytes: int) -> _Device:
         from localspec.hub.gpus import read_gpus
@@ -167,6 +170,21 @@ class HubLibrary:
             return remove(self._config.paths.data_dir, model_id)
         except (HubError, OSError) as error:
             raise LibraryError(f"{model_id} cannot be removed: {error}") from error
+
+
+def _estimated(entry: ModelEntry | None, device: _Device) -> Budget | None:
+    """What the catalogue says of a card of this size; None where it says nothing."""
+    from localspec.hub.fit import SOLD_SIZE_SHARE
+
+    if entry is None or not entry.smallest_gpu_gib:
+        return None
+    card_gib = device.total_gib if device.is_gpu else 0.0
+    sizes = [gib for gib in entry.context_tokens if gib * SOLD_SIZE_SHARE <= card_gib]
+    if not sizes and entry.smallest_gpu_gib * SOLD_SIZE_SHARE <= card_gib:
+        return None
+    tokens = entry.context_tokens[max(sizes)] if sizes else 0
+    limit = max(entry.context_tokens.values(), default=0)
+    return Budget(device.name, device.free_bytes, tokens, limit, estimated=True)
 
 
 def _exact(device: _Device, found: Fit, runtime_bytes: int) -> Budget:

@@ -13,17 +13,17 @@ import sys
 import threading
 
 from localspec.commands.common import EXIT_FAILED, catalogue, hub_settings, settings
-from localspec.hub.pull import pull
+from localspec.hub.get import Wish, get
 from localspec.hub.records import HubError, PullProgress
 
 
 def main() -> int:
-    """Pull the model that is named on the command line; the last line is an `error` or a step named `done`."""
+    """Get the model that is named on the command line, with its drafters; a last line `error` says why it failed."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
     config = settings()
     try:
-        entry = catalogue(config).find(sys.argv[1])
-        pull(entry, config.paths.data_dir, hub_settings(config), _say, offline=config.network.offline)
+        wish = Wish(sys.argv[1], offline=config.network.offline)
+        get(catalogue(config), wish, config.paths.data_dir, hub_settings(config), _say)
     except HubError as error:
         return _fail(str(error))
     except OSError as error:

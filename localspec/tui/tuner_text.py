@@ -60,10 +60,14 @@ def _choice_lines(choice: TunerChoice, width: int) -> Iterator[Text]:
 
 def _candidate_line(candidate: Candidate, is_chosen: bool, top: float, width: int) -> Text:
     name = _method(candidate.drafter, candidate.depth)[:_NAME_CELLS]
-    figures = f"{candidate.tok_per_s:>8.1f} tok/s  {candidate.tokens_per_step:.2f}/{candidate.step_ms:.1f} ms"
+    figures = f"{candidate.tok_per_s:>8.1f} tok/s"
+    step = f"  {candidate.tokens_per_step:.2f} tokens in {candidate.step_ms:.1f} ms"
     age = freshness(candidate)
-    # The bar is left out where the words need the room.
-    room = min(16, width - 2 - _NAME_CELLS - len(figures) - len(age) - 3)
+    # The parts of the rate, and its bar, are left out where the words need the room.
+    room = width - 2 - _NAME_CELLS - len(figures) - len(age) - 3
+    if room >= len(step):
+        figures, room = figures + step, room - len(step)
+    room = min(16, room)
     line = Text("● " if is_chosen else "  ", style="bold" if is_chosen else "")
     line.append(f"{name:<{_NAME_CELLS}}", style_of(candidate.drafter) if candidate.drafter != "off" else "")
     line.append(figures)

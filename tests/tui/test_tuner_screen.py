@@ -38,7 +38,7 @@ def test_a_choice_is_told_with_reason_rates_and_age() -> None:
         "Now: ngram+mtp 6  measured ×2.04 of plain",
         "thinking, 2 at once, context from 4.1k",
         "511 decisions in this run · tries ngram in 40 steps",
-        "● ngram+mtp 6           81.5 tok/s  3.10/38.0 ms",
+        "● ngram+mtp 6           81.5 tok/s  3.10 tokens in 38.0 ms",
         "410 steps, 2 ago",
         "by its neighbours, 77 ago",
         "120 steps, earlier run",

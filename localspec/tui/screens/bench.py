@@ -14,7 +14,6 @@ from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Button, DataTable, Input, Label, Select
 
 from localspec.api.engine import DrafterChoice
@@ -37,6 +36,7 @@ from localspec.tui.bench_run import (
 from localspec.tui.clipboard import write_private
 from localspec.tui.drafter_choice import choose_drafter
 from localspec.tui.options import SettingError
+from localspec.tui.screens.large import LargeScreen
 from localspec.tui.text import clean_line, percent
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class BenchState:
     cells: list[Cell] = field(default_factory=list)
 
 
-class BenchScreen(ModalScreen[None]):
+class BenchScreen(LargeScreen[None]):
     """Closes with Esc; while it measures, Esc stops the measuring first."""
 
     AUTO_FOCUS = "#start"
@@ -70,7 +70,7 @@ class BenchScreen(ModalScreen[None]):
     ]
 
     def __init__(self, conversation: Conversation, folder: Path, state: BenchState) -> None:
-        super().__init__(classes="dialog large bench")
+        super().__init__("bench")
         self._talk = conversation
         self._folder = folder
         self._state = state

@@ -9,7 +9,6 @@ from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -17,12 +16,13 @@ from localspec.api.library import Budget, LibraryError, LibraryModel, ModelLibra
 from localspec.tui.model_text import details_lines, matching, row_text
 from localspec.tui.pulls import Pulls
 from localspec.tui.screens.ask import AskScreen
+from localspec.tui.screens.large import LargeScreen
 from localspec.tui.text import bytes_text
 
 REFRESH_S = 0.25
 
 
-class ModelsScreen(ModalScreen[str | None]):
+class ModelsScreen(LargeScreen[str | None]):
     """Returns the id of the model to load, or None. `held_bytes` is what the running engine would give back."""
 
     AUTO_FOCUS = "#typed"
@@ -36,7 +36,7 @@ class ModelsScreen(ModalScreen[str | None]):
     def __init__(
         self, library: ModelLibrary, pulls: Pulls, loaded_id: str, held_bytes: int, changed: Callable[[], None]
     ) -> None:
-        super().__init__(classes="dialog large models")
+        super().__init__("models")
         self._library = library
         self._pulls = pulls
         self._loaded_id = loaded_id
@@ -97,8 +97,8 @@ class ModelsScreen(ModalScreen[str | None]):
             event.stop()
             (rows.action_cursor_up if event.key == "up" else rows.action_cursor_down)()
 
-    def on_resize(self, event: events.Resize) -> None:
-        self.call_after_refresh(self._draw_details)
+    def sized(self) -> None:
+        self._draw_details()
 
     def action_pull(self) -> None:
         name = self._marked or self._typed_address

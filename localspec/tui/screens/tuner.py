@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.text import Text
-from textual import events, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Button, Label, Static
 
 from localspec.api.engine import DrafterChoice
 from localspec.api.tuning import TunerReport
 from localspec.api.types import EngineError
 from localspec.tui.drafter_choice import choose_drafter
+from localspec.tui.screens.large import LargeScreen
 from localspec.tui.tuner_text import report_lines
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REFRESH_S = 1.0
 
 
-class TunerScreen(ModalScreen[str | None]):
+class TunerScreen(LargeScreen[str | None]):
     """Asks the engine every second while it is open. Returns `bench` if that is to be opened next."""
 
     AUTO_FOCUS = "#told"
@@ -37,7 +37,7 @@ class TunerScreen(ModalScreen[str | None]):
     ]
 
     def __init__(self, conversation: Conversation) -> None:
-        super().__init__(classes="dialog large tuner")
+        super().__init__("tuner")
         self._talk = conversation
         self._report: TunerReport | None = None
         self._problem = ""
@@ -56,8 +56,8 @@ class TunerScreen(ModalScreen[str | None]):
         self.set_interval(REFRESH_S, self._ask)
         self._ask()
 
-    def on_resize(self, event: events.Resize) -> None:
-        self.call_after_refresh(self._draw)
+    def sized(self) -> None:
+        self._draw()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
