@@ -151,12 +151,28 @@ def _import_compact(
             name, calibration, bits_per_weight=bits, feedback=feedback, device=resolve_device(device)
         )
         result = compact_model(path, settings().paths.data_dir, options, ProgressLines())
+        packed_bytes = _keep_packed(result.directory, options.device)
     except EngineError as error:
         fail(error.message, EXIT_MACHINE_CANNOT)
     except HubError as error:
         fail(str(error), error.exit_code)
     if as_json:
-        print_json({"id": result.model_id, "directory": str(result.directory), "report": dict(result.report)})
+        document = {"id": result.model_id, "directory": str(result.directory), "report": dict(result.report)}
+        print_json({**document, "packed_bytes": packed_bytes})
         return
-    for line in (*summary_lines(result.report), f"{result.model_id}: ready"):
+    packed = f"packed for the kernels: {gib(packed_bytes)}" if packed_bytes else "packed for the kernels at first start"
+    for line in (*summary_lines(result.report), packed, f"{result.model_id}: ready"):
         click.echo(line)
+
+
+def _keep_packed(directory: Path, device: str) -> int:
+    """Write the weights as a card reads them; 0 where that is left to the first start, said on stderr."""
+    from localspec.engine.packed_weights import can_pack, write_packed
+
+    if not can_pack():
+        return 0
+    try:
+        return write_packed(directory, device, lambda text: None)
+    except (OSError, ValueError) as error:
+        click.echo(f"the weights are not kept packed yet: {error}", err=True)
+        return 0

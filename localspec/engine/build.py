@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -29,13 +30,13 @@ from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
+from localspec.engine.packed_weights import PackedCheckpoint, load_packed
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
 from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
-from localspec.formats import Checkpoint
-from localspec.formats.checkpoint import open_checkpoint
+from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
@@ -58,6 +59,7 @@ CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 )
 Report = Callable[[str], None]
+LoadedCheckpoint = FolderCheckpoint | PackedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_model(folder: Path, device: str, kv_cache: str = "auto") -> tuple[Model, Ops, Checkpoint]:
+def load_model(
+    folder: Path, device: str, kv_cache: str = "auto", report: Report = lambda text: None
+) -> tuple[Model, Ops, LoadedCheckpoint]:
     """Weights of a folder on a device, with every tensor accounted for; the checkpoint serves its drafters too.
 
-    Raises ValueError in plain words, EngineError (`machine_cannot`) where no back end runs on the device.
+    The caller closes the checkpoint once nothing more is loaded. Raises ValueError in plain words, EngineError
+    (`machine_cannot`) where no back end runs on the device.
     """
     config = read_config(folder)
     try:
@@ -146,10 +151,13 @@ def load_model(folder: Path, device: str, kv_cache: str = "auto") -> tuple[Model
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     ops.cache_dtype = cache_dtype(ops, kv_cache)
-    checkpoint = open_checkpoint(folder)
     with torch.inference_mode():
-        model = architecture(config["model_type"]).load(config, checkpoint, ops)
-    return model, ops, checkpoint
+        found = load_packed(folder, config, ops, report)
+        if found is not None:
+            return found[0], ops, found[1]
+        report("reading weights")
+        checkpoint = open_checkpoint(folder)
+        return architecture(config["model_type"]).load(config, checkpoint, ops), ops, checkpoint
 
 
 def cache_dtype(ops: Ops, kv_cache: str) -> torch.dtype:
@@ -205,21 +213,20 @@ def assemble(
 
 def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
-    report("reading weights")
-    model, ops, checkpoint = load_model(place.folder, options.device, options.kv_cache)
-    limit = _context_limit(model, ops, options)
-    text = TextStage(place.folder, limit)
-    tables = open_tables(place.folder, options, report)
-    try:
-        places = DrafterPlaces(place.id, place.folder, checkpoint, options.drafters_dir)
-        handles = tables.handles if tables is not None else ()
-        drafters = load_drafters(model, ops, limit, handles, places, report)
+    model, ops, checkpoint = load_model(place.folder, options.device, options.kv_cache, report)
+    with ExitStack() as if_it_fails:
+        with closing(checkpoint):
+            limit = _context_limit(model, ops, options)
+            text = TextStage(place.folder, limit)
+            tables = open_tables(place.folder, options, report)
+            if tables is not None:
+                if_it_fails.callback(tables.close)
+            places = DrafterPlaces(place.id, place.folder, checkpoint, options.drafters_dir)
+            handles = tables.handles if tables is not None else ()
+            drafters = load_drafters(model, ops, limit, handles, places, report)
         report("laying out memory")
         assembled = assemble(model, ops, limit, drafters, options, place)
-    except BaseException:
-        if tables is not None:
-            tables.close()
-        raise
+        if_it_fails.pop_all()
     info = ModelInfo(
         id=place.id,
         title=place.title,

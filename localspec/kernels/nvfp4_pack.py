@@ -83,6 +83,13 @@ class PackedNvfp4:
         return self.data.numel() + 4 * self.row_scale.numel()
 
 
+def nvfp4_without_values(rows: int, columns: int) -> Nvfp4Weight:
+    """A weight of this shape on the meta device, for what asks for shapes and types only."""
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
+    scales = torch.empty(rows, columns // BLOCK, dtype=torch.float8_e4m3fn, device="meta")
+    return Nvfp4Weight(codes, scales, torch.empty(rows, device="meta"))
+
+
 def dequantise_nvfp4(weight: Nvfp4Weight) -> Tensor:
     """[N, K] float32: code value * block scale * row scale, multiplied in that order."""
     rows, columns = weight.shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from localspec.kernels.nvfp4_pack import Nvfp4Weight, dequantise_nvfp4, quantise_nvfp4
+from localspec.kernels.nvfp4_pack import Nvfp4Weight, dequantise_nvfp4, nvfp4_without_values, quantise_nvfp4
 
 PARTS = 3
 """Each brings about 20 dB; three leave less than rounding to bf16 does."""
@@ -16,7 +16,9 @@ PARTS = 3
 
 def nvfp4_summands(matrix: Tensor) -> tuple[Nvfp4Weight, ...]:
     """matrix: [N, K] float32, K a multiple of 16 -> PARTS weights of that shape. Raises ValueError for values that are
-    not finite."""
+    not finite. A matrix without values (on the meta device) gives such weights."""
+    if matrix.is_meta:
+        return (nvfp4_without_values(*matrix.shape),) * PARTS
     rest, parts = matrix, []
     for _ in range(PARTS):
         parts.append(quantise_nvfp4(rest))

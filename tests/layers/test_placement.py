@@ -84,10 +84,10 @@ def _quantised(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = tensor.bfloat16()
-        if "v_proj" in name or "out_proj" in name:
+        if tensor.ndim == 2 and ("v_proj" in name or "out_proj" in name):
             fp8 = quantise_fp8(tensor)
             stored |= {name: fp8.codes, f"{name}_scale": fp8.row_scale.view(-1, 1)}
-        elif "mlp" in name and tensor.shape[1] % 16 == 0:
+        elif tensor.ndim == 2 and "mlp" in name and tensor.shape[1] % 16 == 0:
             rows, columns = tensor.shape
             scales = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
             codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
@@ -109,8 +109,10 @@ def test_the_packed_weights_of_the_card_are_copies(tmp_path: Path, monkeypatch: 
     mapped = [checkpoint._tensors[name] for name in checkpoint.names()]
     begin = min(tensor.data_ptr() for tensor in mapped)
     end = max(tensor.data_ptr() + tensor.nbytes for tensor in mapped)
-    model = architecture("qwen3_5").load(read_config(folder), checkpoint, triton_sm80.TritonOps(torch.device("cpu")))
-    found = list(_tensors(model, set()))
+    ops = triton_sm80.TritonOps(torch.device("cpu"))
+    model: Any = architecture("qwen3_5").load(read_config(folder), checkpoint, ops)
+    # Where the table goes is the other test's matter.
+    found = [tensor for tensor in _tensors(model, set()) if tensor is not model.vocabulary.table]
     assert len(found) > 60
     assert not [tensor.shape for tensor in found if begin <= tensor.data_ptr() < end]
 

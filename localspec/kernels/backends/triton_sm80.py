@@ -18,6 +18,7 @@ from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
 from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
+from localspec.kernels.packed_forms import PackedForm, WeightStore
 from localspec.kernels.triton import attention as decode
 from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope
 from localspec.kernels.triton.attention_prefill import prefill_attention
@@ -66,25 +67,32 @@ class TritonOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cache_dtype = torch.bfloat16
+        self.store: WeightStore | None = None
+        """Where weights lie packed already, while a model is loaded from there."""
         self._workspace: StreamWorkspace | None = None
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         """Stack NVFP4 or FP8 parts in their format, anything else in bf16. Raises ValueError for unlike gated parts."""
+        packed = self.store.find(parts, gated) if self.store is not None else None
+        if packed is None:
+            packed = self.packed_form(parts, gated)
+        if not isinstance(packed, DenseMatrix):
+            self._grow_workspace(packed)
+        return packed
+
+    def packed_form(self, parts: Sequence[LogicalWeight], gated: bool) -> PackedForm:
+        """What `pack` makes of parts with values, without room to run it."""
         if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
             raise ValueError("a gated weight is made of two parts of equal shape, gate and up")
-        packed: PackedNvfp4 | PackedFp8 | None = None
         nvfp4 = [part for part in parts if isinstance(part, Nvfp4Weight)]
         fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if len(nvfp4) == len(parts):
-            packed = self._pack_nvfp4(nvfp4, gated)
-        elif len(fp8) == len(parts) and _stackable(fp8):
-            packed = self._pack_fp8(fp8, gated)
-        if packed is None:
-            matrices = [part.dequantise().to(self.device, torch.bfloat16) for part in parts]
-            return DenseMatrix(torch.cat(matrices).contiguous(), gated)
-        self._grow_workspace(packed)
-        return packed
+            return self._pack_nvfp4(nvfp4, gated)
+        if len(fp8) == len(parts) and _stackable(fp8):
+            return self._pack_fp8(fp8, gated)
+        matrices = [part.dequantise().to(self.device, torch.bfloat16) for part in parts]
+        return DenseMatrix(torch.cat(matrices).contiguous(), gated)
 
     def linear(
         self,
@@ -187,7 +195,8 @@ class TritonOps:
         """See `Ops.summands`: three NVFP4 weights where `beside` is NVFP4 and `weight` is not."""
         if not isinstance(beside, Nvfp4Weight) or isinstance(weight, Nvfp4Weight) or weight.shape[1] % BLOCK:
             return (weight,)
-        return nvfp4_summands(weight.dequantise().to(self.device))
+        matrix = weight.dequantise()
+        return nvfp4_summands(matrix if matrix.is_meta else matrix.to(self.device))
 
     def gdn(self, inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> Tensor:
         """See `Ops.gdn`. Prefill multiplies in tf32 with float32 sums; the state stays float32."""
