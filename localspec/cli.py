@@ -61,10 +61,22 @@ def _version() -> str:
         return "unknown"
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), prog_name="localspec")
-def group() -> None:
-    """Local inference for one GPU: drafts ahead, proves every token, shows what it gains."""
+@click.pass_context
+def group(context: click.Context) -> None:
+    """Local inference for one GPU: drafts ahead, proves every token, shows what it gains.
+
+    Without a command: the chat, and on the first start a model that suits this machine.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from localspec.commands.chat import chat
+
+        chat.main(args=[], prog_name="localspec chat", standalone_mode=False)
+    else:
+        click.echo(context.get_help())
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ async def _engine(options: Mapping[str, Any]) -> Any:
         ngram_dir=paths.ngram_dir,
         ngram_learn=False,
     )
-    engine = LocalEngine(make_locator(config, offline), place)
+    engine = LocalEngine(make_locator(config, offline, options["device"]), place)
     engine.start(options["model"] or default_model(config))
     return engine
 

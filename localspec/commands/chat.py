@@ -17,8 +17,10 @@ from localspec.commands.common import (
     fail,
     fail_engine,
     installed_ids,
+    known_id,
     settings,
 )
+from localspec.commands.first_start import offer_model
 from localspec.commands.options import (
     context_option,
     depth_option,
@@ -60,6 +62,8 @@ def chat(**options: Any) -> None:
     store = _store(config)
     process: EngineProcess | None = None
     try:
+        if not options["url"] and not options["model"]:
+            options["model"] = offer_model(config, options["offline"] or config.network.offline, asks=not plain)
         engine, process = connect(config, options)
         if plain:
             _run_plain(engine, store, options)
@@ -131,10 +135,13 @@ def _known_model(config: Settings, name: str) -> str:
     from localspec.hub.records import HubError
 
     try:
+        model_id = known_id(config, name)
+        if model_id in installed_ids(config):
+            return model_id
         entry = catalogue(config).find(name)
     except HubError as error:
         raise EngineError("model_not_found", str(error)) from error
-    if not entry.demo and entry.id not in installed_ids(config):
+    if not entry.demo:
         raise EngineError("model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}")
     return entry.id
 

@@ -116,8 +116,14 @@ def default_model(config: Settings) -> str:
     return others[0] if others else DEMO_MODEL_ID
 
 
-def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[str], None]], ModelPlace]:
-    """Finds an installed model; fetches the demo, and only the demo, when it is not there. Raises EngineError."""
+def make_locator(
+    config: Settings, offline: bool, device: str = "auto"
+) -> Callable[[str, Callable[[str], None]], ModelPlace]:
+    """Finds an installed model; fetches the demo, and only the demo, when it is not there. Raises EngineError.
+
+    `device` is what the engine was asked to run on: a model that is meant for a card is refused where `auto` would put
+    it on the CPU, or where its weights cannot lie on the card.
+    """
 
     def locate(model_id: str, report: Callable[[str], None]) -> ModelPlace:
         from localspec.api.types import EngineError
@@ -130,20 +136,58 @@ def make_locator(config: Settings, offline: bool) -> Callable[[str, Callable[[st
             report(f"{progress.message}{share}")
 
         try:
-            entry = catalogue(config).find(model_id)
-            folder = config.paths.models_dir / entry.id
+            known, name = catalogue(config), known_id(config, model_id)
+            entry = next((each for each in known.models if each.id == name), None)
+            folder = config.paths.models_dir / name
             if not (folder / "localspec.json").is_file():
-                if not entry.demo:
-                    raise EngineError(
-                        "model_not_found", f"{entry.id} is not installed; get it with: localspec pull {entry.id}"
-                    )
+                if entry is None or not entry.demo:
+                    raise EngineError("model_not_found", _not_installed(known, model_id))
                 pull(entry, config.paths.data_dir, hub_settings(config), show, offline=offline)
+            _refuse_unsuited(known, name, folder, device)
             _check_files(folder)
+            if entry is None:
+                return ModelPlace(name, Path(folder), name)
             return ModelPlace(entry.id, Path(folder), entry.title, entry.advice, entry.demo)
         except HubError as error:
             raise EngineError("model_not_found", str(error)) from error
 
     return locate
+
+
+def _not_installed(known: Catalogue, model_id: str) -> str:
+    """Raises HubError when no such model exists at all."""
+    return f"{known.find(model_id).id} is not installed; get it with: localspec pull {model_id}"
+
+
+def _refuse_unsuited(known: Catalogue, model_id: str, folder: Path, device: str) -> None:
+    """Raises EngineError where a model meant for a card would silently run on a CPU, or cannot lie on the card."""
+    from localspec.api.types import EngineError
+    from localspec.hub.gpus import read_gpus
+    from localspec.hub.suits import meant_for_card, why_no_card, why_too_large
+
+    if device == "cpu" or not meant_for_card(known, model_id, folder):
+        return
+    index = int(device[5:]) if device.startswith("cuda:") else 0
+    reading = read_gpus()
+    reason = why_no_card(reading, index)
+    if reason is None:
+        reason = why_too_large(folder, reading.gpus[index]) or _why_not_in_torch()
+    if reason is not None:
+        raise EngineError(
+            "machine_cannot",
+            f"{model_id} is meant for an NVIDIA card, and {reason}; 'localspec doctor' tells more, "
+            "--device cpu runs it slowly",
+        )
+
+
+def _why_not_in_torch() -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "torch was installed without CUDA; run the set-up command of the README again"
+    return "torch does not see the card; reboot if the driver was updated"
 
 
 def _check_files(folder: Path) -> None:

@@ -20,8 +20,8 @@ from localspec.commands.common import (
     print_json,
     settings,
 )
-from localspec.commands.models import ProgressLines
 from localspec.commands.options import json_option
+from localspec.commands.progress import ProgressLines
 
 
 @click.command()

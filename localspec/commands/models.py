@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +20,12 @@ from localspec.commands.common import (
     settings,
 )
 from localspec.commands.options import json_option, offline_option
+from localspec.commands.progress import ProgressLines
 from localspec.config import Settings
 
 if TYPE_CHECKING:
     from localspec.hub.budget import Use
-    from localspec.hub.records import PullProgress, PullResult
-
-PROGRESS_LINE_EVERY_S = 2.0
+    from localspec.hub.records import PullResult
 
 
 @click.command()
@@ -57,6 +54,7 @@ def pull(
     offline = offline or config.network.offline
     wish = Wish(model, drafters or (AUTO,), offline=offline, dry_run=dry_run, force=force, update=update)
     try:
+        _warn_unsuited(config, model)
         results = get(catalogue(config), wish, config.paths.data_dir, hub_settings(config), ProgressLines())
     except HubError as error:
         fail(str(error), error.exit_code)
@@ -69,6 +67,19 @@ def pull(
     for result in results:
         done = "would come" if dry_run else "already here" if result.already_installed else "ready"
         click.echo(f"{result.model_id}: {done} from {result.source}{_sizes(result) if dry_run else ''}")
+
+
+def _warn_unsuited(config: Settings, model: str) -> None:
+    """Said before the gigabytes come, not refused: the files may be for another machine. Raises HubError."""
+    from localspec.hub.catalogue import find_drafter
+    from localspec.hub.gpus import read_gpus
+    from localspec.hub.suits import why_unsuited
+
+    known = catalogue(config)
+    entry = known.find(model) if find_drafter(known, model) is None else None
+    reason = why_unsuited(entry, read_gpus()) if entry is not None and entry.smallest_gpu_gib else None
+    if reason is not None:
+        click.echo(f"Note: {reason}.", err=True)
 
 
 def _pull_document(result: PullResult) -> dict[str, Any]:
@@ -272,29 +283,3 @@ def rm(model: str, as_json: bool) -> None:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-
-
-class ProgressLines:
-    """Progress on stderr: one moving line on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self) -> None:
-        self._moving = sys.stderr.isatty()
-        self._last_s = 0.0
-        self._last_stage = ""
-
-    def __call__(self, progress: PullProgress) -> None:
-        now = time.monotonic()
-        new_stage = progress.stage != self._last_stage or progress.stage in ("note", "done")
-        if not new_stage and now - self._last_s < (0.1 if self._moving else PROGRESS_LINE_EVERY_S):
-            return
-        self._last_s, self._last_stage = now, progress.stage
-        text = progress.message
-        if progress.total_bytes:
-            share = progress.done_bytes * 100 // progress.total_bytes
-            text += f" · {share}% of {gib(progress.total_bytes)} · {gib(int(progress.rate_bytes_per_s))}/s"
-            if progress.eta_s is not None:
-                text += f" · {progress.eta_s:.0f} s left"
-        if self._moving and not new_stage:
-            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
-        else:
-            click.echo(f"\r\x1b[K{text}" if self._moving else text, err=True)

@@ -50,7 +50,7 @@ def run(**options: Any) -> None:
     from localspec.engine.engine import LocalEngine
 
     engine = LocalEngine(
-        make_locator(config, options["offline"] or config.network.offline),
+        make_locator(config, options["offline"] or config.network.offline, options["device"]),
         EngineOptions(
             options["device"],
             options["context"],

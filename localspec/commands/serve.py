@@ -65,7 +65,7 @@ def serve(**options: Any) -> None:
     config = settings()
     offline = options["offline"] or config.network.offline
     engine = LocalEngine(
-        make_locator(config, offline),
+        make_locator(config, offline, options["device"]),
         EngineOptions(
             options["device"],
             options["context"],

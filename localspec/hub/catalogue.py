@@ -120,6 +120,8 @@ class ModelEntry:
     """0: runs on a CPU."""
     context_tokens: Mapping[int, int] = field(default_factory=_empty_mapping)
     """GPU memory in GiB -> context that is estimated to fit."""
+    download_gb: float = 0.0
+    """About how much is fetched, for people; 0 where unknown. The exact size is the source's to say."""
     verified: bool = False
 
 
@@ -282,6 +284,7 @@ def _read_model(table: Table) -> ModelEntry:
         sampling=MappingProxyType({name: _read_preset(table, name, keys) for name, keys in table.items("sampling")}),
         smallest_gpu_gib=table.size("smallest_gpu_gib"),
         context_tokens=_read_contexts(table),
+        download_gb=_read_download(table),
         verified=table.take("verified", bool),
     )
     base = table.text("base", _REPO)
@@ -356,6 +359,13 @@ def _read_preset(table: Table, name: str, keys: Any) -> Mapping[str, float | int
         if isinstance(value, bool) or not isinstance(value, int | float) or not -2 <= value <= 1_000_000:
             raise HubError(f"{table.where}: sampling.{name}.{key} is {value!r}, a number is needed")
     return MappingProxyType(dict(keys))
+
+
+def _read_download(table: Table) -> float:
+    value = table.take("download_gb", object, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 10_000:
+        raise HubError(f"{table.where}: 'download_gb' is {value!r}, a number of gigabytes is needed")
+    return float(value)
 
 
 def _read_contexts(table: Table) -> Mapping[int, int]:

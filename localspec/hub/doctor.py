@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localspec.hub import local
-from localspec.hub.gpus import Gpu, GpuReading, read_gpus
+from localspec.hub.gpus import LEAST_CAPABILITY, Gpu, GpuReading, read_gpus
 from localspec.hub.records import EXIT_FAILED, EXIT_MACHINE_CANNOT
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-LEAST_CAPABILITY = (8, 0)
 LEAST_FREE_DISK_BYTES = 2 << 30
 SLOW_DISK_BYTES_PER_S = 500e6
 SPEED_TEST_BYTES = 64 << 20

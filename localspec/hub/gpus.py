@@ -9,6 +9,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: what the kernels are compiled for at least."""
+
 
 @dataclass(frozen=True)
 class GpuProcess:
