@@ -20,6 +20,7 @@ from localspec.chats.export import from_json, to_json
 from localspec.chats.store import title_from
 from localspec.tui.answer import Answer
 from localspec.tui.options import ChatSettings
+from localspec.tui.saved import SETTINGS_NOTE, read_settings, settings_text
 
 SAVE_INTERVAL_S = 0.5
 STAGE_INTERVAL_S = 0.3
@@ -185,6 +186,15 @@ class Conversation:
         if self.chat is not None:
             chat_id, values, prompt = self.chat.id, settings.to_json(), self.system_prompt
             await self._store.run(lambda s: s.update_chat(chat_id, settings=values, system_prompt=prompt))
+        if not self.private:
+            kept = settings_text(settings)
+            await self.durable.run(lambda s: s.remember(SETTINGS_NOTE, kept))
+
+    async def recall_settings(self) -> None:
+        """Take the settings of an earlier run for new chats, unless this one was started with some."""
+        if self.settings == ChatSettings(drafter=self.settings.drafter, depth=self.settings.depth):
+            kept = read_settings(await self.durable.run(lambda s: s.note(SETTINGS_NOTE)))
+            self.settings = replace(kept, drafter=self.settings.drafter, depth=self.settings.depth)
 
     async def rename(self, title: str) -> None:
         """Name the chat; a private one is written to disk by this, with all its branches."""

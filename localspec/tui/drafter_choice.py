@@ -27,7 +27,7 @@ def read_choice(note: str) -> DrafterChoice | None:
     try:
         data = json.loads(note)
         drafter, depth = data["drafter"], data["depth"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(drafter, str) or not (depth is None or (type(depth) is int and 0 <= depth <= 64)):
         return None

@@ -24,7 +24,9 @@ SLASHES: tuple[Slash, ...] = (
     Slash("settings", "/settings", "sampling presets, thinking, drafter, system prompts, theme"),
     Slash("bench", "/bench", "measure drafters and depths against plain decoding"),
     Slash("tuner", "/tuner", "which drafter is used for which work, and why"),
-    Slash("system", "/system [TEXT]", "show or set the system prompt; /system - removes it"),
+    Slash(
+        "system", "/system [TEXT|@NAME]", "show or set the system prompt, a saved one by @NAME; /system - removes it"
+    ),
     Slash("set", "/set [NAME VALUE]", "show or set sampling: temperature, top_p, seed, max_tokens, ..."),
     Slash("think", "/think on|off|auto|N", "let the model think, not think, or think at most N tokens"),
     Slash("draft", "/draft off|auto|NAME [DEPTH]", "which drafter guesses ahead, and how far"),

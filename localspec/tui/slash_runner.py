@@ -16,6 +16,7 @@ from localspec.tui.drafter_choice import choose_drafter
 from localspec.tui.message_lines import answer_figures
 from localspec.tui.options import ChatSettings, UiOptions, with_setting
 from localspec.tui.panel_text import acceptance, speedup_text
+from localspec.tui.saved import PROMPTS_NOTE, read_prompts
 from localspec.tui.slash import SlashError
 from localspec.tui.text import percent
 
@@ -114,6 +115,12 @@ class SlashRunner:
 
     async def _system(self, argument: str) -> None:
         talk = self._host.conversation
+        if argument.startswith("@"):
+            saved = read_prompts(await talk.durable.run(lambda s: s.note(PROMPTS_NOTE)))
+            if argument[1:] not in saved:
+                known = ", ".join(f"@{name}" for name in saved) or "none; F2 saves one"
+                raise SlashError(f"There is no saved prompt {argument}: there are {known}.")
+            argument = saved[argument[1:]]
         if argument:
             await talk.configure(talk.settings, "" if argument == "-" else argument)
         self._host.tell(f"System prompt: {talk.system_prompt}" if talk.system_prompt else "There is no system prompt.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,14 @@ from localspec.api.types import EngineError
 from localspec.chats import ChatError
 from localspec.chats.export import to_markdown
 from localspec.tui.clipboard import write_private
-from localspec.tui.drafter_choice import choose_drafter
+from localspec.tui.drafter_choice import NOTE, choose_drafter, read_choice
 from localspec.tui.lists import chat_rows, hit_rows, model_rows
 from localspec.tui.pulls import Pulls
+from localspec.tui.saved import PROMPTS_NOTE, prompts_text, read_prompts
 from localspec.tui.screens.ask import AskScreen
 from localspec.tui.screens.bench import BenchScreen, BenchState
 from localspec.tui.screens.models import ModelsScreen
-from localspec.tui.screens.parameters import ParametersScreen
+from localspec.tui.screens.parameters import Parameters, ParametersScreen
 from localspec.tui.screens.pick import Picked, PickScreen, Row
 from localspec.tui.screens.tuner import TunerScreen
 from localspec.tui.slash_runner import free_path
@@ -100,16 +101,58 @@ class Browser:
 
     async def _parameters(self) -> None:
         screen, talk = self._screen, self._screen.conversation
-        asked = ParametersScreen(talk.settings, talk.system_prompt, talk.engine.model())
+        now = await self._choice_now()
+        prompts = read_prompts(await talk.durable.run(lambda s: s.note(PROMPTS_NOTE)))
+        settings = replace(talk.settings, depth=now.depth if now is not None else talk.settings.depth)
+        given = Parameters(
+            settings, talk.system_prompt, now.drafter if now is not None else None, prompts, screen.app.theme
+        )
+        themes = sorted(screen.app.available_themes)
+        model = talk.engine.model()
+        asked = ParametersScreen(given, model, await self._presets(model.id if model else ""), themes)
         chosen = await screen.app.push_screen_wait(asked)
         if chosen is None:
             return
         try:
-            if chosen.drafter is not None:
-                await choose_drafter(talk, DrafterChoice(chosen.drafter, chosen.settings.depth))
-            await talk.configure(chosen.settings, chosen.system_prompt)
+            await self._take(chosen, given, now)
         except (ChatError, EngineError, OSError) as error:
             screen.tell(str(error), error=True)
+
+    async def _take(self, chosen: Parameters, given: Parameters, now: DrafterChoice | None) -> None:
+        """Do what the settings screen asked for. Raises ChatError, EngineError and OSError."""
+        talk, settings = self._screen.conversation, chosen.settings
+        if chosen.drafter is not None:
+            choice = DrafterChoice(chosen.drafter, settings.depth)
+            if choice != now:
+                await choose_drafter(talk, choice)
+            # The engine has both now.
+            settings = replace(settings, drafter=None, depth=None)
+        await talk.configure(settings, chosen.system_prompt)
+        if chosen.saved_prompts != given.saved_prompts and not talk.private:
+            text = prompts_text(chosen.saved_prompts)
+            await talk.durable.run(lambda s: s.remember(PROMPTS_NOTE, text))
+
+    async def _choice_now(self) -> DrafterChoice | None:
+        """What the engine was told last; None where it does not tell."""
+        talk = self._screen.conversation
+        try:
+            report = await talk.engine.explain()
+        except EngineError:
+            return None
+        if not report.by_hand:
+            return DrafterChoice("auto", None)
+        said = read_choice(await talk.durable.run(lambda s: s.note(NOTE)))
+        same = said is not None and said.drafter == report.drafter
+        return said if same else DrafterChoice(report.drafter, report.depth or None)
+
+    async def _presets(self, model_id: str) -> Mapping[str, Mapping[str, float]]:
+        if self._library is None:
+            return {}
+        try:
+            models = await self._library.models()
+        except LibraryError:
+            return {}
+        return next((model.presets for model in models if model.id == model_id), {})
 
     async def _browse(self, kind: str, screen: PickScreen) -> None:
         picked = await self._screen.app.push_screen_wait(screen)

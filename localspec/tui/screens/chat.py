@@ -323,6 +323,7 @@ class ChatScreen(Screen[None]):
         notice = await talk.store.run(lambda s: s.notice)
         if notice:
             self.tell(notice, error=True)
+        await talk.recall_settings()
         self.prompt.put(await talk.draft())
         await self.shown()
         form, theme = await talk.durable.run(lambda s: (s.note("panel", "auto"), s.note("theme")))
