@@ -39,6 +39,11 @@ class BlockSplitter:
         """Source of the block that is still open, without blank lines before it."""
         return "\n".join([*self._lines, self._partial]).lstrip("\n")
 
+    @property
+    def open_lines(self) -> tuple[list[str], str]:
+        """The same as whole lines and the begun one; not to be changed."""
+        return self._lines, self._partial
+
     def feed(self, text: str) -> list[str]:
         """Take more text; return the blocks that are closed now, in order, without blank lines around them."""
         *whole, self._partial = (self._partial + clean(text)).split("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from textual.strip import Strip
 
@@ -10,8 +11,8 @@ from localspec.tui.blocks import BlockSplitter
 from localspec.tui.markdown import LABEL_STYLE, MarkdownRenderer, code_label
 from localspec.tui.wrap import wrap_text
 
-_OPEN_FENCE = re.compile(r" {0,3}(?:`{3,}|~{3,})[ ]*([^\s`]*)[^\n]*\n?")
-_FENCE_END = re.compile(r"(?:^|\n) {0,3}(?:`{3,}|~{3,}) *\n*$")
+_OPEN_FENCE = re.compile(r" {0,3}(?:`{3,}|~{3,})[ ]*([^\s`]*)")
+_FENCE_END = re.compile(r" {0,3}(?:`{3,}|~{3,}) *$")
 _BLANK = Strip([], 0)
 
 
@@ -26,6 +27,8 @@ class StreamedDocument:
         self._rendered_blocks = 0
         self._ranges: list[tuple[int, int]] = []
         self._open: tuple[int, int] | None = None
+        self._open_block = (-1, 0)
+        self._open_lines: list[Sequence[Strip]] = []
         self._width = 0
         if source:
             self.append(source)
@@ -56,26 +59,43 @@ class StreamedDocument:
             self._strips.extend(self._renderer.render(block, width))
             self._ranges.append((start, len(self._strips)))
         self._rendered_blocks = len(self._blocks)
-        open_text = self._splitter.open_text
         self._open = None
-        if not open_text.strip():
+        if not self._splitter.open_text.strip():
             return list(self._strips)
         lines = [*self._strips, *([_BLANK] if self._strips else [])]
         start = len(lines)
-        lines += _open_strips(open_text, width)
+        lines += self._open_strips(width)
         self._open = (start, len(lines))
         return lines
+
+    def _open_strips(self, width: int) -> list[Strip]:
+        """The open block as plain text. Whole lines are wrapped once, so that a long table or list costs its end."""
+        whole, begun = self._splitter.open_lines
+        if self._open_block != (len(self._blocks), width):
+            self._open_block, self._open_lines = (len(self._blocks), width), []
+        first = whole[0] if whole else begun
+        fence = _OPEN_FENCE.match(first)
+        for line in whole[len(self._open_lines) :]:
+            is_label = fence is not None and not self._open_lines
+            self._open_lines.append(self._label(fence, width) if is_label else wrap_text(line, width))
+        end = len(whole)
+        if not begun:
+            while end and not whole[end - 1]:
+                end -= 1
+            if fence is not None and end > 1 and _FENCE_END.match(whole[end - 1]):
+                end -= 1
+        strips = [strip for line in self._open_lines[:end] for strip in line]
+        if begun and not whole:
+            strips += self._label(fence, width) if fence is not None else wrap_text(begun, width)
+        elif begun and not (fence is not None and _FENCE_END.match(begun)):
+            strips += wrap_text(begun, width)
+        return strips
+
+    @staticmethod
+    def _label(fence: re.Match[str] | None, width: int) -> list[Strip]:
+        return wrap_text(code_label(fence[1] if fence is not None else "", width), width, LABEL_STYLE)
 
     def ranges(self) -> list[tuple[int, int, str]]:
         """(first line, line after the last, source) of each block of the strips that were given last."""
         found = [(start, end, block) for (start, end), block in zip(self._ranges, self._blocks, strict=False)]
         return found if self._open is None else [*found, (*self._open, self._splitter.open_text)]
-
-
-def _open_strips(text: str, width: int) -> list[Strip]:
-    fence = _OPEN_FENCE.match(text)
-    if fence is None:
-        return wrap_text(text.rstrip("\n"), width)
-    label = wrap_text(code_label(fence.group(1), width), width, LABEL_STYLE)
-    code = _FENCE_END.sub("", text[fence.end() :])
-    return [*label, *wrap_text(code.rstrip("\n"), width)] if code.strip() else label

@@ -16,6 +16,7 @@ from rich.theme import Theme
 from textual.strip import Strip
 
 from localspec.tui.blocks import markdown_parser
+from localspec.tui.wrap import wrap_text
 
 LABEL_STYLE = Style(dim=True)
 _STYLES = {
@@ -35,8 +36,12 @@ _STYLES = {
     "markdown.table.border": "dim",
     "markdown.table.header": "bold",
 }
-# Larger blocks are shown without syntax colours: highlighting them would stall the interface.
-HIGHLIGHT_LIMIT_CHARS = 40_000
+# Larger blocks are shown without syntax colours, or as they were written: rendering them would stall the interface
+# (some 0.1 s at these limits).
+HIGHLIGHT_LIMIT_CHARS = 16_000
+RENDER_LIMIT_TOKENS = 4_000
+# The parser passes over what is nested deeper than 20.
+NESTING_LIMIT = 16
 
 
 def code_label(language: str, width: int) -> str:
@@ -96,8 +101,11 @@ class MarkdownRenderer:
         )
 
     def render(self, block: str, width: int) -> list[Strip]:
-        """Strips of a block, each at most `width` cells."""
-        markdown = _Markdown(self._parser.parse(block), "monokai" if self.dark else "friendly")
+        """Strips of a block, each at most `width` cells. One that cannot be drawn whole is shown as it was written."""
+        tokens = self._parser.parse(block)
+        if len(tokens) > RENDER_LIMIT_TOKENS or any(token.level > NESTING_LIMIT for token in tokens):
+            return wrap_text(block, width)
+        markdown = _Markdown(tokens, "monokai" if self.dark else "friendly")
         options = self._console.options.update(width=max(1, width), height=None)
         lines = self._console.render_lines(markdown, options, pad=False, new_lines=False)
         strips = [
@@ -109,7 +117,22 @@ class MarkdownRenderer:
             start += 1
         while end > start and not strips[end - 1].text.strip():
             end -= 1
-        return [strip if strip.cell_length <= width else strip.crop(0, width) for strip in strips[start:end]]
+        strips = strips[start:end]
+        # Too many columns or too deep a list for the width: the renderer drops what does not fit.
+        if any(strip.cell_length > width for strip in strips) or _letters(strips) < _wanted_letters(tokens):
+            return wrap_text(block, width)
+        return strips
+
+
+def _letters(strips: list[Strip]) -> int:
+    return sum(map(str.isalnum, "".join(strip.text for strip in strips)))
+
+
+def _wanted_letters(tokens: list[Token]) -> int:
+    parts = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    inline = (child for token in tokens for child in token.children or ())
+    parts += [child.content for child in inline if child.type in ("text", "code_inline")]
+    return sum(map(str.isalnum, "".join(parts)))
 
 
 @lru_cache(maxsize=1024)

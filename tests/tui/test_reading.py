@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -238,3 +240,42 @@ def test_desktop_programs_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert copy_with_desktop("no Wayland here") == "xclip"
     program(tmp_path, "wl-copy", f"cat > {tmp_path}/wayland")
     assert copy_with_desktop("there it is") == "wl-copy" and (tmp_path / "wayland").read_text() == "there it is"
+
+
+async def test_two_thousand_messages_are_pruned_from_view_only(tmp_path: Path) -> None:
+    spans = tuple((5, "ngram" if n % 2 else "target", "answer") for n in range(60))
+    text = "A **passage** of an answer.\n\n- with\n- a list\n\n" * 6
+    messages = [
+        (n, Stored("assistant" if n % 2 else "user", f"message {n}\n\n{text}", n - 1 if n else None, spans=spans))
+        for n in range(2000)
+    ]
+    store = open_store(tmp_path / "chats.sqlite3")
+    chat = store.insert_tree(NewChat("Long"), messages, 1999)
+    store.close()
+    async with started(scripted("the newest answer", context_limit_tokens=10**7), tmp_path) as (app, pilot):
+        transcript = app.chat.transcript
+
+        def rendered() -> int:
+            return sum(bool(item._strips) for item in transcript._items)
+
+        tracemalloc.start()
+        before_s = time.process_time()
+        await app.chat.open_chat(chat.id)
+        seconds = time.process_time() - before_s
+        held_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        # A page of Markdown costs some 20 ms, traced some 100; all of 2,000 messages would cost minutes.
+        assert seconds < 4 and held_bytes < 48 << 20
+        assert rendered() < 40 and "1985 earlier messages" in transcript.plain_text
+        await ask(app, pilot, "go on")
+        assert "the newest answer" in transcript.plain_text and rendered() < 40
+        for _ in range(3):
+            transcript.scroll_home(animate=False)
+            await pilot.pause()
+            transcript.scroll_to(y=5, animate=False)
+            await pilot.pause()
+        assert rendered() > 100
+        # The next turn begins at the end again and lets go of what is far above it.
+        await ask(app, pilot, "and on")
+        assert rendered() < 40
+        assert len(app.chat.conversation.messages) == 2004
