@@ -131,22 +131,20 @@ class HubLibrary:
 
     def _measured(self, model_id: str, device: _Device) -> Budget:
         """From the sizes of the stored tensors. Raises HubError and OSError."""
-        from localspec.hub.fit import RUNTIME_BYTES, cache_shape, fit, weights_of
+        from localspec.hub.fit import cache_shape, fit, weights_of
         from localspec.hub.layout import read_json
 
         folder = self._config.paths.models_dir / model_id
         weights, shape = weights_of(folder), cache_shape(read_json(folder / "config.json"))
-        kv_dtype, runtime_bytes = self._kv_cache, RUNTIME_BYTES
-        if not device.is_gpu:
-            runtime_bytes = CPU_RUNTIME_BYTES
+        kv_dtype = self._kv_cache
         if kv_dtype == "auto":
             kv_dtype = "fp8" if device.is_gpu else "bf16"
             if not device.is_gpu:
                 # A CPU keeps float32, twice what bf16 takes.
                 shape = replace(shape, values_per_token_and_layer=2 * shape.values_per_token_and_layer)
-        # `fit` always takes a card's runtime off.
-        found = fit(weights, shape, device.free_bytes + RUNTIME_BYTES - runtime_bytes, kv_dtype, weights.mtp > 0)
-        return _exact(device, found, runtime_bytes)
+        runtime_bytes = None if device.is_gpu else CPU_RUNTIME_BYTES
+        found = fit(weights, shape, device.free_bytes, kv_dtype, weights.mtp > 0, runtime_bytes)
+        return _exact(device, found, found.runtime_bytes)
 
     def _memory(self, held_bytes: int) -> _Device:
         from localspec.hub.gpus import read_gpus

@@ -13,9 +13,7 @@ from pathlib import Path
 from localspec.hub.catalogue import ModelEntry
 from localspec.hub.fit import (
     KV_DTYPE_BYTES,
-    RUNTIME_BYTES,
     SOLD_SIZE_SHARE,
-    STATE_COPIES,
     CacheShape,
     WeightBytes,
     fit,
@@ -99,12 +97,12 @@ def use_of(card: Card, weights: WeightBytes, shape: CacheShape, drafters: Mappin
     parts = [UsePart("weights on the card", weights.body)]
     parts += [UsePart("mtp block", weights.mtp)] if weights.mtp else []
     parts += [UsePart(f"drafter {kind}", size) for kind, size in drafters.items()]
-    parts += [UsePart("state of two conversations", STATE_COPIES * shape.state_bytes)] if shape.state_bytes else []
-    parts.append(UsePart("CUDA, graphs and workspace", RUNTIME_BYTES))
+    parts += [UsePart("state of four conversations", shape.all_states_bytes)] if shape.state_bytes else []
     contexts = []
     for kv_dtype in sorted(KV_DTYPE_BYTES, key=lambda name: KV_DTYPE_BYTES[name]):
         found = fit(loaded, shape, card.free_bytes, kv_dtype, with_mtp)
         contexts.append(ContextUse(kv_dtype, found.kv_bytes_per_token, found.context_tokens))
+    parts.append(UsePart("CUDA, graphs and workspace", found.runtime_bytes))
     notes = []
     if card.free_bytes < card.total_bytes * 0.95:
         notes.append(f"other programs hold {(card.total_bytes - card.free_bytes) / 2**30:.1f} GiB of this card")

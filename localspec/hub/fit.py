@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from localspec.core.memory_budget import Demand, plan_memory, workspace_bytes
+from localspec.core.records import MAX_ROWS, MAX_SLOTS
 from localspec.hub import layout
 from localspec.hub.catalogue import Catalogue, ModelEntry
 from localspec.hub.parts import EMBEDDING_PREFIXES, MTP_PREFIXES, VISION_PREFIXES
 from localspec.hub.records import HubError
 from localspec.storage.errors import DamagedFile
-from localspec.storage.safetensors import SafetensorsFile
+from localspec.storage.safetensors import SafetensorsFile, TensorEntry
 
-RUNTIME_BYTES = int(1.3 * 2**30)
-"""CUDA context, compiled modules, captured graphs, prefill workspace."""
-STATE_COPIES = 2
-"""One running sequence and one snapshot."""
-CONTEXT_STEP_TOKENS = 256
+RUNTIME_BYTES = int(1.5 * 2**30)
+"""CUDA context, compiled modules, captured graphs, workspace of a large model; a model's own stands in its Fit."""
 SOLD_SIZE_SHARE = 0.93
 KV_DTYPE_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp8": 1.0}
 
@@ -48,6 +47,14 @@ class CacheShape:
     state_bytes: int
     context_limit_tokens: int
     n_mtp_layers: int
+    ring_bytes: int = 0
+    """Records of the last window, beside the state of a running sequence."""
+    workspace_bytes: int = 0
+
+    @property
+    def all_states_bytes(self) -> int:
+        """States of all running sequences, and one saved one."""
+        return MAX_SLOTS * (self.state_bytes + self.ring_bytes) + self.state_bytes
 
     def bytes_per_token(self, kv_dtype: str, with_mtp: bool) -> float:
         """K and V of all layers for one token."""
@@ -71,45 +78,75 @@ class Fit:
     """Pinned host memory for an embedding that is only gathered from."""
 
 
-def fit(weights: WeightBytes, cache: CacheShape, available_bytes: int, kv_dtype: str, with_mtp: bool) -> Fit:
-    """The context that fits beside weights, runtime and states, in steps of 256 tokens, capped at the model's limit.
-
-    `available_bytes` is what is free on the card now. Raises HubError for an unknown `kv_dtype`.
-    """
+def demand_of(weights: WeightBytes, cache: CacheShape, kv_dtype: str, with_mtp: bool) -> Demand:
+    """What a model asks for on a card. Raises HubError for an unknown `kv_dtype`."""
     if kv_dtype not in KV_DTYPE_BYTES:
         raise HubError(f"the cache type {kv_dtype!r} is not known; known are {', '.join(KV_DTYPE_BYTES)}")
-    weights_bytes = weights.body + (weights.mtp if with_mtp else 0)
-    states_bytes = STATE_COPIES * cache.state_bytes
-    left_bytes = available_bytes - weights_bytes - RUNTIME_BYTES - states_bytes
-    per_token = cache.bytes_per_token(kv_dtype, with_mtp)
-    tokens = int(max(0, left_bytes) // per_token) // CONTEXT_STEP_TOKENS * CONTEXT_STEP_TOKENS
+    return Demand(
+        weights=weights.body + (weights.mtp if with_mtp else 0),
+        kv_per_token=cache.bytes_per_token(kv_dtype, with_mtp),
+        context_limit_tokens=cache.context_limit_tokens,
+        state=cache.state_bytes + cache.ring_bytes,
+        snapshot=cache.state_bytes,
+        workspace=cache.workspace_bytes,
+        host=weights.embedding,
+    )
+
+
+def fit(
+    weights: WeightBytes,
+    cache: CacheShape,
+    available_bytes: int,
+    kv_dtype: str,
+    with_mtp: bool,
+    runtime_bytes: int | None = None,
+) -> Fit:
+    """The context that fits beside weights, runtime and states, in steps of 256 tokens, capped at the model's limit.
+
+    `available_bytes` is what is free on the card now. `runtime_bytes` replaces what a card's runtime and workspace
+    take, on a CPU. Raises HubError for an unknown `kv_dtype`.
+    """
+    demand = demand_of(weights, cache, kv_dtype, with_mtp)
+    own_runtime = demand.fixed - demand.weights - cache.all_states_bytes
+    runtime = own_runtime if runtime_bytes is None else runtime_bytes
+    budget = plan_memory(demand, available_bytes + own_runtime - runtime)
     return Fit(
         available_bytes=available_bytes,
-        weights_bytes=weights_bytes,
-        runtime_bytes=RUNTIME_BYTES,
-        state_bytes=states_bytes,
-        kv_bytes_per_token=per_token,
+        weights_bytes=demand.weights,
+        runtime_bytes=runtime,
+        state_bytes=cache.all_states_bytes,
+        kv_bytes_per_token=demand.kv_per_token,
         kv_dtype=kv_dtype,
-        context_tokens=min(tokens, cache.context_limit_tokens),
+        context_tokens=budget.context_tokens,
         context_limit_tokens=cache.context_limit_tokens,
         host_bytes=weights.embedding,
     )
 
 
 def weights_of(directory: Path) -> WeightBytes:
-    """Stored bytes of an installed model, from the headers of its weight files. Raises HubError for damaged ones."""
-    sizes: dict[str, int] = {}
+    """Bytes of an installed model on a card, from the headers of its weight files. Raises HubError for damaged ones."""
+    entries: dict[str, TensorEntry] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with SafetensorsFile.open(path) as file:
-                sizes |= {name: entry.length_bytes for name, entry in file.entries.items()}
+                entries |= file.entries
         except (DamagedFile, OSError) as error:
             raise HubError(f"{path.name} cannot be read ({error}); pull the model again") from error
-    tied = not any(name.startswith("lm_head.") for name in sizes)
+    tied = not any(name.startswith("lm_head.") for name in entries)
     parts = {"body": 0, "embedding": 0, "mtp": 0, "vision": 0}
-    for name, size_bytes in sizes.items():
-        parts[_part_of(name, tied)] += size_bytes
+    for name, entry in entries.items():
+        parts[_part_of(name, tied)] += _loaded_bytes(entry, entries)
     return WeightBytes(**parts)
+
+
+def _loaded_bytes(entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> int:
+    """A card's kernels know NVFP4 and FP8; other matrices lie there in bf16, block formats (`.q`, `.scale`) too."""
+    base, _, part = entry.name.rpartition(".")
+    if f"{base}.q" in entries and part in ("q", "scale", "min"):
+        return 0 if part != "q" else entry.length_bytes * (4 if entry.dtype == "U8" else 2)
+    if len(entry.shape) == 2 and entry.dtype == "F32":
+        return entry.length_bytes // 2
+    return entry.length_bytes
 
 
 def _part_of(name: str, tied: bool) -> str:
@@ -128,12 +165,17 @@ def cache_shape(config: Mapping[str, Any]) -> CacheShape:
     head_size = _size(text, "head_dim", _size(text, "hidden_size") // n_heads)
     n_attention_layers = _count_attention_layers(text, n_layers)
     n_linear_layers = n_layers - n_attention_layers
+    states = _linear_state_bytes(text) if n_linear_layers else (0, 0)
+    hidden, vocab = _size(text, "hidden_size"), _size(text, "vocab_size", 1)
+    inner = _size(text, "intermediate_size", 4 * hidden)
     return CacheShape(
         n_attention_layers=n_attention_layers,
         values_per_token_and_layer=2 * _size(text, "num_key_value_heads", n_heads) * head_size,
-        state_bytes=n_linear_layers * _linear_state_bytes(text) if n_linear_layers else 0,
+        state_bytes=n_linear_layers * states[0],
         context_limit_tokens=_size(text, "max_position_embeddings"),
         n_mtp_layers=_size(text, "mtp_num_hidden_layers", 0, least=0),
+        ring_bytes=n_linear_layers * states[1],
+        workspace_bytes=workspace_bytes(hidden, inner, 2 * inner * hidden, vocab),
     )
 
 
@@ -146,12 +188,15 @@ def _count_attention_layers(text: Mapping[str, Any], n_layers: int) -> int:
     return n_layers
 
 
-def _linear_state_bytes(text: Mapping[str, Any]) -> int:
-    """Recurrent state [heads, Dk, Dv] and the convolution's last inputs, both float32, of one layer."""
+def _linear_state_bytes(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Of one layer: the state that is saved (recurrent [heads, Dk, Dv] in float32 and the convolution's columns in
+    bf16), and the records of a window (float32 keys, updates and decays)."""
     n_key, n_value = _size(text, "linear_num_key_heads"), _size(text, "linear_num_value_heads")
     key, value = _size(text, "linear_key_head_dim"), _size(text, "linear_value_head_dim")
     channels = 2 * n_key * key + n_value * value
-    return 4 * (n_value * key * value + channels * (_size(text, "linear_conv_kernel_dim") - 1))
+    columns = _size(text, "linear_conv_kernel_dim") - 1 + MAX_ROWS
+    saved = 4 * n_value * key * value + 2 * channels * columns
+    return saved, 4 * MAX_ROWS * (n_key * key + n_value * value + n_value)
 
 
 def _size(text: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

@@ -79,7 +79,7 @@ async def test_budget_of_an_installed_model(config: Settings, monkeypatch: pytes
     assert (budget.context_tokens, budget.cache_bytes) == (4096, 4096 * 128)
     held = await library.budget("m", held_bytes=20 * GIB)
     assert held is not None and held.available_bytes == 24 * GIB, "no more than the card has"
-    card(monkeypatch, 24, 1)
+    card(monkeypatch, 24, 0.5)
     full = await library.budget("m")
     assert full is not None and full.context_tokens == 0
     on_cpu = await HubLibrary(config, "cpu").budget("m")

@@ -1,0 +1,139 @@
+"""What an engine takes of a card's memory, use by use, and the context that is left: one arithmetic for all who ask.
+
+Torch-free. Before a model is loaded the sizes come from its files, afterwards from what was loaded. What PyTorch and
+the driver take beside tensors of known size was measured; the constants say where. Knows no card and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
+
+MIB = 1 << 20
+CUDA_CONTEXT_BYTES = 500 * MIB
+"""Driver, cuBLAS and compiled modules."""
+GRAPHS_BYTES = 200 * MIB
+"""Captured steps and what runs between them."""
+SPARE_BYTES = 64 * MIB
+CHUNK_TOKENS = 2048
+"""Rows of a prompt that are read at once on a card."""
+MAX_SNAPSHOTS = 16
+LEAST_SNAPSHOTS = 1
+FIRST_SNAPSHOTS = 4
+"""As many are kept before memory goes to pages of further conversations."""
+WANTED_CONTEXTS = MAX_SLOTS + 2
+"""Whole contexts: running ones, and finished conversations."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model with its drafters asks for, in bytes.
+
+    `state`: one running sequence's, records of the last window included; `snapshot`: a saved one; `workspace`: scratch
+    of the widest chunk of a prompt and of the widest step; `host`: pinned memory beside the card.
+    """
+
+    weights: int
+    kv_per_token: float
+    context_limit_tokens: int
+    state: int = 0
+    snapshot: int = 0
+    workspace: int = 0
+    host: int = 0
+    context: int = CUDA_CONTEXT_BYTES
+
+    @property
+    def fixed(self) -> int:
+        """All that does not depend on the context, with the fewest snapshots."""
+        running = MAX_SLOTS * self.state + LEAST_SNAPSHOTS * self.snapshot
+        return self.weights + running + self.workspace + GRAPHS_BYTES + self.context + SPARE_BYTES
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How an amount of memory is spent. `context_tokens` 0: the model does not fit."""
+
+    available: int
+    demand: Demand
+    context_tokens: int
+    num_pages: int
+    num_snapshots: int
+
+    @property
+    def kv(self) -> int:
+        """All pages, those of finished conversations included."""
+        return int(self.num_pages * PAGE_TOKENS * self.demand.kv_per_token)
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes by use, on the card."""
+        demand = self.demand
+        return {
+            "weights": demand.weights,
+            "kv": self.kv,
+            "state": MAX_SLOTS * demand.state,
+            "snapshots": self.num_snapshots * demand.snapshot,
+            "workspace": demand.workspace,
+            "graphs": GRAPHS_BYTES,
+            "context": demand.context,
+            "spare": SPARE_BYTES,
+        }
+
+    @property
+    def total(self) -> int:
+        """What the engine takes when all of it is in use."""
+        return sum(self.parts.values())
+
+    def told(self) -> str:
+        """One line for a log."""
+        spent = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self.parts.items() if size)
+        return (
+            f"{self.total / 2**30:.2f} of {self.available / 2**30:.2f} GiB for a context of {self.context_tokens} "
+            f"tokens ({spent}; in pinned host memory {self.demand.host / 2**30:.2f})"
+        )
+
+
+def workspace_bytes(hidden: int, inner: int, widest_matrix: int, vocab: int) -> int:
+    """Scratch: a prompt's chunk (one matrix unpacked to bf16, rows at their widest three times, the stream eight times)
+    or a step's logits (float32, five copies in acceptance), whichever is more, and tables of penalties and biases.
+
+    hidden, inner: widths of the stream and of the feed-forward part; widest_matrix: values of the largest matrix but
+    the head.
+    """
+    chunk = 2 * widest_matrix + CHUNK_TOKENS * 2 * (3 * inner + 8 * hidden)
+    logits = 5 * 4 * MAX_ROWS * vocab
+    tables = 3 * 4 * MAX_SLOTS * vocab
+    return max(chunk, logits) + logits // 5 + tables
+
+
+def plan_memory(demand: Demand, available: int, context_tokens: int | None = None, contexts: int = 1) -> Budget:
+    """Spend `available` bytes: one whole context first, then snapshots, then pages of up to `contexts` contexts.
+
+    Without a context asked for it is what fits, in steps of 256 tokens, up to the model's limit. A context that was
+    asked for and does not fit gives a budget of 0 tokens.
+    """
+    left = available - demand.fixed
+    page_bytes = max(1.0, PAGE_TOKENS * demand.kv_per_token)
+    fitting = max(0, int(left // page_bytes) - 1) * PAGE_TOKENS - MAX_ROWS
+    if context_tokens is None:
+        tokens = max(0, min(fitting // SEGMENT_TOKENS * SEGMENT_TOKENS, demand.context_limit_tokens))
+    else:
+        tokens = min(context_tokens, demand.context_limit_tokens)
+        tokens = tokens if tokens <= fitting else 0
+    if not tokens:
+        return Budget(available, demand, 0, 0, LEAST_SNAPSHOTS)
+    per_context = -(-(tokens + MAX_ROWS) // PAGE_TOKENS)
+    left -= int((per_context + 1) * page_bytes)
+    snapshots = LEAST_SNAPSHOTS
+    if demand.snapshot:
+        snapshots += min(FIRST_SNAPSHOTS - LEAST_SNAPSHOTS, left // demand.snapshot)
+        left -= (snapshots - LEAST_SNAPSHOTS) * demand.snapshot
+    more_pages = min((contexts - 1) * per_context, int(left // page_bytes))
+    left -= int(more_pages * page_bytes)
+    if demand.snapshot:
+        snapshots += min(MAX_SNAPSHOTS - snapshots, left // demand.snapshot)
+    else:
+        snapshots = MAX_SNAPSHOTS
+    return Budget(available, demand, tokens, per_context + 1 + more_pages, snapshots)
