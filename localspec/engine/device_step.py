@@ -54,6 +54,10 @@ class StepClock(Protocol):
         """Take a time: at the start, after drafting, after verifying."""
         ...
 
+    def done(self) -> bool:
+        """Whether the last mark has been passed, so that reading the times does not wait."""
+        ...
+
     def intervals_ms(self) -> tuple[float, float]:
         """Milliseconds drafting and verifying."""
         ...
@@ -67,6 +71,9 @@ class HostClock:
 
     def mark(self) -> None:
         self._marks_s.append(time.perf_counter())
+
+    def done(self) -> bool:
+        return True
 
     def intervals_ms(self) -> tuple[float, float]:
         start, drafted, verified = self._marks_s

@@ -66,6 +66,9 @@ class EventClock:
         event.record()
         self._events.append(event)
 
+    def done(self) -> bool:
+        return self._events[-1].query()
+
     def intervals_ms(self) -> tuple[float, float]:
         start, drafted, verified = self._events
         return start.elapsed_time(drafted), drafted.elapsed_time(verified)

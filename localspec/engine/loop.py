@@ -23,13 +23,14 @@ from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
+from localspec.engine.prefill_times import PrefillTimes
 from localspec.engine.ring import Landed, ResultRing
-from localspec.engine.step import run_prefill, run_verify
+from localspec.engine.step import run_verify
+from localspec.engine.step_needs import step_needs
 from localspec.engine.tiers import NoTiers
 from localspec.engine.tuner import OFF, Tuner
 from localspec.runner.runner import Runner
 from localspec.sampling.grammar import RequestGrammar
-from localspec.sampling.processors import ProcessorPlan
 from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -109,6 +110,7 @@ class DecodeLoop:
         self.stages = stages
         self.tiers = tiers
         self._device = stages.device
+        self._prefills = PrefillTimes(stages.device)
         self._scheduler = scheduler
         self._ring = ring
         self._tuner = tuner
@@ -171,6 +173,7 @@ class DecodeLoop:
     def _turn(self) -> None:
         starved = self.tiers.restoring and not self._scheduler.active
         self._drain_commands(wait=starved or self._scheduler.idle)
+        self._count_prefills()
         self._retire()
         while (admission := self._scheduler.admit()) is not None:
             self._load(admission)
@@ -228,16 +231,22 @@ class DecodeLoop:
         self._send_prefill_news(sequence)
 
     def _prefill(self, plan: PrefillPlan) -> None:
-        ms = run_prefill(plan, self._device)
+        self._prefills.run(plan)
         self._land(drain=True)
-        self.tiers.see_prefill(plan.end_tokens - plan.start_tokens, ms)
         done = self._scheduler.prefill_done(plan)
         for sequence in self._scheduler.active:
             if sequence.id == plan.sequence_id:
-                self._tickets[sequence.id].clock.prefill_ms += ms
                 if done is not None or plan.end_tokens in sequence.state_positions:
                     self._remember_prompt(sequence, plan.end_tokens)
                 self._send_prefill_news(sequence)
+
+    def _count_prefills(self) -> None:
+        for plan, ms in self._prefills.landed():
+            num_tokens = plan.end_tokens - plan.start_tokens
+            self.tiers.see_prefill(num_tokens, ms)
+            self._scheduler.chunks.see_chunk(num_tokens, ms)
+            if plan.sequence_id in self._tickets:
+                self._tickets[plan.sequence_id].clock.prefill_ms += ms
 
     def _verify(self, plan: VerifyPlan) -> None:
         needs = self._needs(plan)
@@ -247,17 +256,9 @@ class DecodeLoop:
 
     def _needs(self, plan: VerifyPlan) -> StepNeeds:
         requests = [ticket.request for ticket in self._tickets.values()]
-        wanted = [request.logprobs for request in requests if request.logprobs is not None]
-        budgets = (request.thinking.budget_tokens for request in requests if request.thinking is not None)
         tickets = {slot.slot: self._tickets.get(slot.sequence_id) for slot in plan.slots}
-        return StepNeeds(
-            law=ProcessorPlan.for_requests(
-                [request.sampling for request in requests], self.stages.runner.model.vocab_size
-            ),
-            logprobs=max(wanted) if wanted else None,
-            thinking=any(budget is not None for budget in budgets),
-            grammars={slot: t.grammar for slot, t in tickets.items() if t is not None and t.grammar is not None},
-        )
+        grammars = {slot: t.grammar for slot, t in tickets.items() if t is not None and t.grammar is not None}
+        return step_needs(requests, grammars, self.stages.runner.model.vocab_size)
 
     def _land(self, drain: bool) -> None:
         for landed in self._ring.pop(drain):
@@ -279,6 +280,7 @@ class DecodeLoop:
     def _count(self, landed: Landed) -> None:
         outcome = landed.outcome
         step_ms = landed.draft_ms + landed.verify_ms
+        self._scheduler.chunks.see_step(step_ms)
         active = len(landed.results)
         now = time.perf_counter()
         clients = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from localspec.core.records import Draft, PrefillPlan, StepResult, VerifyPlan
@@ -21,11 +20,14 @@ class VerifyOutcome:
     clock: StepClock
 
 
-def run_prefill(plan: PrefillPlan, device: DeviceStep) -> float:
-    """Read a chunk of a prompt. Returns host milliseconds."""
-    started = time.perf_counter()
+def run_prefill(plan: PrefillPlan, device: DeviceStep) -> StepClock:
+    """Read a chunk of a prompt. Nothing here waits for it; its time is the clock's first interval."""
+    clock = device.clock()
+    clock.mark()
     device.prefill(plan)
-    return (time.perf_counter() - started) * 1e3
+    clock.mark()
+    clock.mark()
+    return clock
 
 
 def run_verify(plan: VerifyPlan, device: DeviceStep, needs: StepNeeds, waits: bool) -> VerifyOutcome:

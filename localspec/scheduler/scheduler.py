@@ -25,6 +25,7 @@ from localspec.core.records import (
     StepPlan,
     VerifyPlan,
 )
+from localspec.scheduler.chunks import ChunkSizes
 from localspec.scheduler.sequence import Sequence, Stage
 
 PROMPT_TAIL_TOKENS = 16
@@ -33,12 +34,14 @@ PROMPT_TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """`chunk_tokens` bounds a prefill chunk when nothing else runs, `shared_chunk_tokens` when streams must move."""
+    """`chunk_tokens` bounds a prefill chunk when nothing else runs. Beside streams chunks begin with
+    `shared_chunk_tokens` and follow what was measured, so that chunk and step together take `target_step_ms`."""
 
     context_tokens: int
     max_queued: int = 64
     chunk_tokens: int = SEGMENT_TOKENS
     shared_chunk_tokens: int = PAGE_TOKENS
+    target_step_ms: float = 50.0
     steady_depth: bool = False
     """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""
 
@@ -78,6 +81,11 @@ class Scheduler:
     _slots: list[Sequence | None] = field(default_factory=lambda: [None] * MAX_SLOTS)
     _next_id: int = 1
     _last_was_prefill: bool = False
+    _oldest_is_due: bool = True
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.chunks = ChunkSizes(limits.shared_chunk_tokens, limits.chunk_tokens, limits.target_step_ms)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises QueueFull; the caller has checked the context limit."""
@@ -148,7 +156,7 @@ class Scheduler:
         decoding = [s for s in self.active if s.stage is Stage.DECODE]
         if prefilling and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True
-            return self._prefill_plan(prefilling[0], shared=bool(decoding))
+            return self._prefill_plan(self._next_prompt(prefilling), shared=bool(decoding))
         self._last_was_prefill = False
         return self._verify_plan(decoding) if decoding else None
 
@@ -216,8 +224,16 @@ class Scheduler:
         wanted = (tokens // PAGE_TOKENS * PAGE_TOKENS for tokens in (shared_tokens, len(ids) - PROMPT_TAIL_TOKENS))
         return tuple(sorted({tokens for tokens in wanted if match.total_tokens < tokens < len(ids)}))
 
+    def _next_prompt(self, prefilling: list[Sequence]) -> Sequence:
+        """By turns the one that has waited longest and the one that is done soonest: a short question beside a long
+        text begins early, and neither waits for ever."""
+        self._oldest_is_due = not self._oldest_is_due
+        if self._oldest_is_due:
+            return min(prefilling, key=lambda sequence: sequence.id)
+        return min(prefilling, key=lambda sequence: sequence.prefill_target_tokens - sequence.prefilled_tokens)
+
     def _prefill_plan(self, sequence: Sequence, shared: bool) -> PrefillPlan:
-        size = self.limits.shared_chunk_tokens if shared else self.limits.chunk_tokens
+        size = self.chunks.beside_streams() if shared else self.limits.chunk_tokens
         start = sequence.prefilled_tokens
         border = start // size * size + size
         border = min([border, *(tokens for tokens in sequence.state_positions if tokens > start)])

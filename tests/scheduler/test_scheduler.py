@@ -180,3 +180,42 @@ def test_chunks_end_where_a_state_will_be_wanted() -> None:
     [second] = admit_all(scheduler)
     assert second.cached_tokens == 0 and second.state_positions == (256, 448)
     assert [plan.end_tokens for plan in finish_prefill(scheduler)] == [256, 448, 499]
+
+
+def test_a_short_question_does_not_wait_for_a_long_text() -> None:
+    scheduler = make(num_pages=400, context=8192)
+    scheduler.add(request(4000))
+    [long] = admit_all(scheduler)
+    scheduler.plan()
+    scheduler.add(request(200, first=5000))
+    [short] = admit_all(scheduler)
+    chunks_until_short = 0
+    while short.stage is Stage.PREFILL:
+        plan = scheduler.plan()
+        assert isinstance(plan, PrefillPlan)
+        scheduler.prefill_done(plan)
+        chunks_until_short += 1
+    assert chunks_until_short <= 2 and long.stage is Stage.PREFILL
+    turns = [scheduler.plan() for _ in range(4)]
+    assert [isinstance(plan, PrefillPlan) for plan in turns] == [True, False, True, False] or [
+        isinstance(plan, PrefillPlan) for plan in turns
+    ] == [False, True, False, True]
+
+
+def test_chunks_beside_a_stream_follow_the_measured_time() -> None:
+    scheduler = make(num_pages=400, context=8192)
+    scheduler.add(request(10))
+    [stream] = admit_all(scheduler)
+    finish_prefill(scheduler)
+    scheduler.add(request(4000, first=5000))
+    admit_all(scheduler)
+    sizes = []
+    for _ in range(12):
+        plan = scheduler.plan()
+        if isinstance(plan, PrefillPlan):
+            sizes.append(plan.end_tokens - plan.start_tokens)
+            scheduler.chunks.see_chunk(sizes[-1], 0.1 * sizes[-1])
+            scheduler.prefill_done(plan)
+        else:
+            emit(scheduler, plan, 1)
+    assert sizes[0] == 64 and sizes[-1] == 256 and stream.stage is Stage.DECODE
