@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import torch
 
 from localspec.api.types import EngineError, MetricsSnapshot, ModelInfo
@@ -20,13 +19,14 @@ from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
-from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOKENS
+from localspec.core.records import MAX_SLOTS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.loop import DecodeLoop, Stages
+from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit, lay_out
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
@@ -36,6 +36,7 @@ from localspec.engine.text import TextStage
 from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
+from localspec.engine.warm_up import warm_up
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.kernels.ops import Ops
@@ -45,16 +46,8 @@ from localspec.runner.runner import Runner
 from localspec.sampling.synthetic import SyntheticAcceptance
 from localspec.scheduler.scheduler import Limits, Scheduler
 
-DEFAULT_CPU_CONTEXT_TOKENS = 8192
-CPU_CONTEXTS = 3
-"""Whole contexts on a CPU, running and finished: its memory is the user's desktop's too."""
-CACHED_CONTEXTS = 2
-"""Pages for this many whole contexts beyond the running slots, for finished conversations."""
-MAX_SNAPSHOTS = 16
 GPU_CHUNK_TOKENS = 2048
 GPU_SHARED_CHUNK_TOKENS = 512
-MEMORY_SHARE = 0.5
-"""Share of the memory that is free at start which the page pool may come to fill."""
 CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 )
@@ -85,6 +78,8 @@ class EngineOptions:
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_cache: str = "auto"
     """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card, unrounded on a CPU."""
+    memory_limit_bytes: int | None = None
+    """Of a card's memory, all that this process may take; None takes what is free."""
     kv_limits: SpillLimits = field(default_factory=SpillLimits)
     host_bytes: int | None = None
     """Memory for copies of conversations beside `kv_dir`; None takes a share of what is free at start."""
@@ -138,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(
-    folder: Path, device: str, kv_cache: str = "auto", report: Report = lambda text: None
+    folder: Path, device: str, options: EngineOptions | None = None, report: Report = lambda text: None
 ) -> tuple[Model, Ops, LoadedCheckpoint]:
     """Weights of a folder on a device, with every tensor accounted for; the checkpoint serves its drafters too.
 
@@ -150,7 +145,11 @@ def load_model(
         ops, _ = choose(resolve_device(device))
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
-    ops.cache_dtype = cache_dtype(ops, kv_cache)
+    options = options or EngineOptions(device)
+    ops.cache_dtype = cache_dtype(ops, options.kv_cache)
+    planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
+    if planned is not None:
+        report(f"memory: {planned.told()}")
     with torch.inference_mode():
         found = load_packed(folder, config, ops, report)
         if found is not None:
@@ -190,20 +189,20 @@ def assemble(
 ) -> Assembled:
     """Memory, stages and the decode loop around a loaded model. Raises ValueError if the cache does not fit."""
     specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
-    num_pages = _num_pages(specs, limit, ops.device)
-    pool = CachePool(specs, num_pages, MAX_SLOTS, ops.device)
+    memory = lay_out(model, ops, specs, limit, options.memory_limit_bytes)
+    pool = CachePool(specs, memory.num_pages, MAX_SLOTS, ops.device)
     runner = Runner(model, ops, pool, limit, union_of_needs(drafters))
     drafter_set = DrafterSet(drafters, pool, ops.device)
     tuner = _tuner(drafter_set, options)
-    pages = PagePool(num_pages)
+    pages = PagePool(memory.num_pages)
     scheduler = Scheduler(
         pool=pages,
-        prefix=PrefixTree(pages, MAX_SNAPSHOTS, lambda snapshot: None),
+        prefix=PrefixTree(pages, memory.num_snapshots, lambda snapshot: None),
         limits=_limits(ops, limit, options),
         policy=tuner,
         needs_state=pool.has_states,
     )
-    metrics = MetricsRecorder(_first_snapshot(model, pool, ops, limit, options))
+    metrics = MetricsRecorder(_first_snapshot(memory, ops, limit, options))
     ring = _ring(ops, drafters, scheduler)
     stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options))
     tiers = _tiers(options, place, specs, runner, scheduler, metrics)
@@ -213,10 +212,10 @@ def assemble(
 
 def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
     """Load everything and return it stopped; the caller starts the loop. Raises ValueError in plain words."""
-    model, ops, checkpoint = load_model(place.folder, options.device, options.kv_cache, report)
+    model, ops, checkpoint = load_model(place.folder, options.device, options, report)
     with ExitStack() as if_it_fails:
         with closing(checkpoint):
-            limit = _context_limit(model, ops, options)
+            limit = context_limit(model, ops, options.context_tokens, options.memory_limit_bytes)
             text = TextStage(place.folder, limit)
             tables = open_tables(place.folder, options, report)
             if tables is not None:
@@ -226,6 +225,10 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
             drafters = load_drafters(model, ops, limit, handles, places, report)
         report("laying out memory")
         assembled = assemble(model, ops, limit, drafters, options, place)
+        if ops.device.type == "cuda":
+            report("compiling kernels")
+            limits = assembled.scheduler.limits
+            warm_up(assembled.runner, assembled.loop.stages.device, limits.context_tokens, limits.chunk_tokens)
         if_it_fails.pop_all()
     info = ModelInfo(
         id=place.id,
@@ -308,42 +311,11 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
     return GraphStep(runner, drafters, acceptance)
 
 
-def _context_limit(model: Model, ops: Ops, options: EngineOptions) -> int:
-    """What was asked for, else the model's own limit within what this device's memory can hold."""
-    limit = model.max_context_tokens
-    if options.context_tokens is not None:
-        return max(PAGE_TOKENS, min(limit, options.context_tokens))
-    if ops.device.type == "cpu":
-        return min(limit, DEFAULT_CPU_CONTEXT_TOKENS)
-    affordable = int(_free_bytes(ops.device) * MEMORY_SHARE * 0.9) // model.cache_spec.bytes_per_token
-    return max(PAGE_TOKENS, min(limit, affordable // SEGMENT_TOKENS * SEGMENT_TOKENS))
-
-
 def _limits(ops: Ops, context_tokens: int, options: EngineOptions) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
     if ops.device.type == "cpu":
         return Limits(context_tokens=context_tokens, max_queued=options.max_queued)
     return Limits(context_tokens, options.max_queued, GPU_CHUNK_TOKENS, GPU_SHARED_CHUNK_TOKENS, steady_depth=True)
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def _num_pages(specs: list[CacheSpec], limit: int, device: torch.device) -> int:
-    """Pages for all slots and some finished conversations, within the memory that is free now."""
-    per_context = -(-(limit + MAX_ROWS) // PAGE_TOKENS)
-    contexts = CPU_CONTEXTS if device.type == "cpu" else MAX_SLOTS + CACHED_CONTEXTS
-    wanted = per_context * contexts + 1
-    page_bytes = PAGE_TOKENS * sum(spec.bytes_per_token for spec in specs)
-    free_bytes = _free_bytes(device)
-    affordable = int(free_bytes * MEMORY_SHARE) // max(page_bytes, 1)
-    if affordable < per_context + 1:
-        raise ValueError(
-            f"a context of {limit} tokens needs {per_context * page_bytes / 2**30:.1f} GiB for its cache, more than "
-            f"half of the {free_bytes / 2**30:.1f} GiB that are free; choose a smaller --context"
-        )
-    return min(wanted, affordable)
 
 
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
@@ -355,12 +327,12 @@ def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
     return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
 
 
-def _first_snapshot(model: Model, pool: CachePool, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:
+def _first_snapshot(memory: MemoryLayout, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:
     return MetricsSnapshot(
         state="ready",
         device=str(ops.device),
         drafter=options.drafter,
         depth=options.depth or 0,
         context_limit_tokens=limit,
-        memory_bytes={"weights": model.read_bytes_per_token, "kv": pool.plane_bytes, "state": pool.state_bytes},
+        memory_bytes=memory.parts,
     )

@@ -1,0 +1,129 @@
+"""Memory of the device: what does not fit is refused before loading, what was planned is what is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localspec.api.types import EngineError
+from localspec.core.memory_budget import CUDA_CONTEXT_BYTES
+from localspec.core.records import MAX_SLOTS
+from localspec.engine import memory_budget
+from localspec.engine.build import EngineOptions, assemble
+from localspec.engine.memory_budget import check_before_loading, context_limit, lay_out
+from localspec.engine.warm_up import warm_up
+from localspec.kernels.backends.reference import ReferenceOps
+from tests.helpers.engine import make_request, run, token_engine
+from tests.helpers.models import load_model, random_checkpoint, reference_ops
+
+pytestmark = pytest.mark.torch
+MIB = 1 << 20
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> ReferenceOps:
+    """A back end that says it is on a card of which the tests set the memory."""
+    ops = reference_ops()
+    ops.device = torch.device("cuda")
+    ops.cache_dtype = torch.float8_e4m3fn
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120 * MIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    _free(monkeypatch, 4096)
+    return ops
+
+
+def _free(monkeypatch: pytest.MonkeyPatch, mib: float) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(mib * MIB), 1 << 40))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_loading(
+    on_a_card: ReferenceOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = random_checkpoint("qwen3_5", 3, tmp_path)
+    budget = check_before_loading(folder, on_a_card, 2048, None)
+    assert budget is not None and budget.context_tokens == 2048 and budget.demand.weights < 1 * MIB
+    assert budget.demand.kv_per_token == 2 * 2 * 24 * 1, "one full layer, FP8"
+    assert check_before_loading(folder, reference_ops(), 2048, None) is None
+    assert check_before_loading(tmp_path / "nothing", on_a_card, None, None) is None
+    with pytest.raises(EngineError, match=r"needs 0\.\d GiB on the card for a context of 2048 tokens .* can be had"):
+        check_before_loading(folder, on_a_card, 2048, limit_bytes=600 * MIB)
+    _free(monkeypatch, 0)
+    with pytest.raises(EngineError, match="smaller --context") as caught:
+        check_before_loading(folder, on_a_card, None, None)
+    assert caught.value.code == "machine_cannot"
+
+
+def test_what_is_laid_out_fits_what_there_is(
+    on_a_card: ReferenceOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = load_model(random_checkpoint("qwen3_5", 3, tmp_path))
+    assert context_limit(model, on_a_card, None, None) == 4096 and context_limit(model, on_a_card, 10, None) == 64
+    fixed = None
+    for mib in (4096, 500, 600):
+        _free(monkeypatch, mib)
+        limit = context_limit(model, on_a_card, None, None)
+        layout = lay_out(model, on_a_card, [model.cache_spec], limit, None)
+        assert layout.budget is not None and layout.budget.demand.weights == 100 * MIB
+        assert sum(layout.parts.values()) <= (mib + 120) * MIB + CUDA_CONTEXT_BYTES
+        pages = layout.num_pages * 64 * model.cache_spec.bytes_per_token
+        assert layout.parts["kv"] == pages
+        assert layout.parts["state"] == MAX_SLOTS * model.cache_spec.state_bytes
+        fixed = layout.budget.demand.fixed
+    assert fixed is not None
+    with pytest.raises(EngineError, match="can be had"):
+        lay_out(model, on_a_card, [model.cache_spec], 4096, fixed)
+
+
+def test_a_cpu_gives_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = reference_ops()
+    model = load_model(random_checkpoint("qwen3", 3, tmp_path), ops)
+    assert context_limit(model, ops, None, None) == 4096
+    page_bytes = 64 * model.cache_spec.bytes_per_token
+
+    class Memory:
+        available = 2 * page_bytes * 70
+
+    monkeypatch.setattr(memory_budget.psutil, "virtual_memory", Memory)
+    assert lay_out(model, ops, [model.cache_spec], 4096, None).num_pages == 70
+    with pytest.raises(ValueError, match="choose a smaller --context"):
+        lay_out(model, ops, [model.cache_spec], 4600, None)
+    layout = lay_out(model, ops, [model.cache_spec], 64, None)
+    assert layout.num_pages == 3 * 2 + 1 and layout.budget is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_warm_up_changes_no_answer(kind: str, tmp_path: Path) -> None:
+    ops = reference_ops()
+    model = load_model(random_checkpoint(kind, 3, tmp_path), ops)
+    request = make_request(list(range(40, 90)), max_tokens=12)
+    with token_engine(model, ops, 256, {}) as parts:
+        [expected] = run(parts, [request])
+    parts = assemble(model, ops, 256, {}, EngineOptions(device="cpu"))
+    limits = dataclasses.replace(parts.scheduler.limits)
+    assert warm_up(parts.runner, parts.loop.stages.device, limits.context_tokens, limits.chunk_tokens) > 0
+    assert int(parts.runner.state.block_tables.abs().sum()) == 0
+    parts.loop.start()
+    try:
+        [found] = run(parts, [request])
+    finally:
+        parts.loop.stop()
+    assert found.token_ids == expected.token_ids
+
+
+def test_memory_that_runs_out_in_the_warm_up_is_said_plainly(tmp_path: Path) -> None:
+    ops = reference_ops()
+    parts = assemble(
+        load_model(random_checkpoint("qwen3", 3, tmp_path), ops), ops, 256, {}, EngineOptions(device="cpu")
+    )
+
+    class Full:
+        def prefill(self, plan: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(EngineError, match="A context of 256 tokens does not fit this card"):
+        warm_up(parts.runner, Full(), 256, 64)  # type: ignore[arg-type]
