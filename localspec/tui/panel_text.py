@@ -12,6 +12,7 @@ from rich.text import Text
 from localspec.api.types import DrafterMetrics, MetricsSnapshot, ModelInfo
 from localspec.tui.origins import style_of
 from localspec.tui.text import bar, bytes_text, clean_line, fitting, percent, short_count, sparkline
+from localspec.tui.tier_text import disk_rate, tier_lines
 
 _TITLE = Style(bold=True)
 _DIM = Style(dim=True)
@@ -90,7 +91,7 @@ def full_lines(state: PanelState, width: int) -> list[Text]:
         ("Context", _context_lines(state.now, width)),
         ("Memory", _memory_lines(state.now, width)),
         ("Requests", _request_lines(state)),
-        ("Cache and disk", _tier_lines(state.now)),
+        ("Cache and disk", tier_lines(state.now.tiers, state.now.storage, width)),
     )
     lines: list[Text] = []
     for title, body in sections:
@@ -126,6 +127,15 @@ def strip_lines(state: PanelState, width: int) -> list[Text]:
         parts.append(f"reading {percent(now.prefill_done_tokens / now.prefill_total_tokens)}")
     if now.context_limit_tokens:
         parts.append(f"context {short_count(now.context_used_tokens)}/{short_count(now.context_limit_tokens)}")
+    if now.queued_requests:
+        parts.append(f"{now.queued_requests} waiting")
+    times = step_times_ms(state)
+    if times is not None:
+        parts.append(f"draft {times[0]:.1f} verify {times[1]:.1f} ms")
+    disk = disk_rate(now.tiers, now.storage)
+    parts += [disk] if disk else []
+    if sum(now.memory_bytes.values()):
+        parts.append(f"{bytes_text(sum(now.memory_bytes.values()))} used")
     rest = Text("".join(f"  {part}" for part in fitting(parts, width - second.cell_len, 2)))
     second = Text.assemble((second.plain, _STRONG), rest)
     for line in (first, second):
@@ -209,11 +219,6 @@ def _memory_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
         if size_bytes:
             share = (bar(size_bytes / total, max(1, width - 20)), _BAR)
             yield Text.assemble(f"{clean_line(name)[:8]:<8} ", share, f" {bytes_text(size_bytes):>9}")
-
-
-def _tier_lines(now: MetricsSnapshot) -> Iterator[Text]:
-    for name, value in (*now.tiers.items(), *now.storage.items()):
-        yield Text(f"{clean_line(name).replace('_', ' ')}: {value:.4g}", style=_DIM)
 
 
 def _request_lines(state: PanelState) -> Iterator[Text]:

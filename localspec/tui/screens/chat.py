@@ -19,6 +19,7 @@ from localspec.chats import ChatError
 from localspec.tui.attachments import AttachmentError, Attachments, fenced, read_file
 from localspec.tui.conversation import Conversation
 from localspec.tui.drafter_choice import choose_again
+from localspec.tui.engine_notices import EngineNotices
 from localspec.tui.options import SettingError, UiOptions
 from localspec.tui.panel_text import PanelState
 from localspec.tui.screens.answering import Answering
@@ -33,6 +34,7 @@ from localspec.tui.suggest import suggestions
 from localspec.tui.text import short_count
 from localspec.tui.welcome import welcome_text
 from localspec.tui.widgets.completions import Completions
+from localspec.tui.widgets.draft_legend import DraftLegend
 from localspec.tui.widgets.live_panel import LivePanel
 from localspec.tui.widgets.prompt import Prompt
 from localspec.tui.widgets.transcript import Transcript
@@ -55,8 +57,7 @@ class ChatScreen(Screen[None]):
         self.options = options
         self.panel_form = "auto"
         self._state = PanelState(address=options.address)
-        self._engine_state = "loading"
-        self._was_ready = False
+        self._notices = EngineNotices()
         self._slash = SlashRunner(self)
         self.answering = Answering(self)
         self._browser = Browser(self, library)
@@ -70,6 +71,7 @@ class ChatScreen(Screen[None]):
         yield LivePanel(is_strip=True, id="strip")
         yield Transcript(id="transcript")
         yield Label(self.options.caption, id="caption", markup=False)
+        yield DraftLegend(id="legend")
         yield Completions(id="completions")
         yield Prompt(blink=not self.options.still, id="prompt")
         yield Footer(show_command_palette=False)
@@ -191,7 +193,11 @@ class ChatScreen(Screen[None]):
         self.transcript.set_look(thoughts_open=not self.transcript.look.thoughts_open)
 
     def action_toggle_drafts(self) -> None:
-        self.transcript.set_look(drafts=not self.transcript.look.drafts)
+        is_on = not self.transcript.look.drafts
+        self.transcript.set_look(drafts=is_on)
+        model, now = self._state.model, self._state.now
+        names = (*(model.drafters if model else ()), *(drafter.name for drafter in now.drafters))
+        self.query_one(DraftLegend).show(names, is_on)
 
     def action_cycle_panel(self) -> None:
         self.panel_form = PANEL_FORMS[(PANEL_FORMS.index(self.panel_form) + 1) % len(PANEL_FORMS)]
@@ -312,9 +318,9 @@ class ChatScreen(Screen[None]):
         self.query_one("#strip", LivePanel).show(self._state)
         if not self.conversation.messages:
             self.transcript.welcome(welcome_text(model, now, private=self.conversation.private))
-        if now.state != self._engine_state:
-            self._engine_changed(now.state, now.stage)
-            self._engine_state = now.state
+        notice = self._notices.see(now)
+        if notice is not None:
+            self.tell(notice[0], error=notice[1])
 
     # Inside
 
@@ -350,15 +356,6 @@ class ChatScreen(Screen[None]):
         self._attachments.clear()
         await self.conversation.keep_draft("")
         await self.answering.start()
-
-    def _engine_changed(self, now: str, stage: str) -> None:
-        if now in ("failed", "stopped"):
-            self.tell(f"The engine {now}: {stage or 'no reason given'}. The chat is kept.", error=True)
-        elif now == "loading" and self._was_ready:
-            self.tell(f"The engine is not ready: {stage or 'it loads'}. The chat is kept.")
-        elif now == "ready" and self._was_ready:
-            self.tell("The engine is back.")
-        self._was_ready = self._was_ready or now == "ready"
 
     def _arrange(self, width: int, height: int) -> None:
         is_tiny = width < TINY[0] or height < TINY[1]
