@@ -332,7 +332,9 @@ class RemoteEngine:
 
     def _note_not_ready(self, stage: str = "waiting for the model") -> None:
         self._model = None
-        self._snapshot = replace(self._snapshot, state="loading", stage=stage, active_requests=0)
+        self._snapshot = replace(
+            self._snapshot, state="loading", stage=stage, active_requests=0, queued_requests=0, tok_per_s=0.0
+        )
         self._changed.set()
 
     # Calls

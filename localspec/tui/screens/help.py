@@ -34,7 +34,7 @@ KEYS: tuple[tuple[str, str], ...] = (
     ("Ctrl+Y", "copy the last code block (y when the transcript has the focus)"),
     ("Ctrl+C", "copy the selection; stops a running answer"),
     ("Ctrl+O", "put the text of chips (files, long pastes) into the prompt"),
-    ("Page up, Page down, Ctrl+Home, Ctrl+End", "scroll"),
+    ("PageUp, PageDown", "scroll; Ctrl+Home and Ctrl+End go to the start and the end"),
     ("F1", "this help"),
     ("Ctrl+P", "command palette"),
     ("Ctrl+Q", "quit"),
