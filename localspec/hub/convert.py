@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.hub import gguf_models, tokenizer_gguf
+from localspec.hub import gguf_architectures, tokenizer_gguf
 from localspec.hub.gguf import GgufError, GgufFile, GgufTensor
 from localspec.hub.gguf_blocks import KEPT_FORMATS, Split
-from localspec.hub.gguf_models import MappedTensor
+from localspec.hub.gguf_models import HeadOrder, MappedTensor
 from localspec.hub.layout import refuse_small_disk, write_json
 from localspec.hub.records import HubError
 from localspec.storage.files import Buffer, as_bytes
@@ -53,9 +53,9 @@ def convert_gguf(
 def _convert_open_file(
     file: GgufFile, directory: Path, sampling: Mapping[str, float | int | bool], on_bytes: Callable[[int], None]
 ) -> None:
-    name, architecture = gguf_models.architecture_of(file)
-    shape = gguf_models.read_shape(file, name)
-    mapped = gguf_models.map_tensors(file, shape, architecture)
+    architecture = gguf_architectures.architecture_of(file)
+    shape = architecture.read(file)
+    mapped = gguf_architectures.map_tensors(file, shape, architecture)
     tokenizer = tokenizer_gguf.read_tokenizer(file.metadata)
     if len(tokenizer.tokens) > shape.vocabulary:
         raise HubError(f"{file.path.name} has {len(tokenizer.tokens)} tokens for {shape.vocabulary} embedding rows")
@@ -91,14 +91,21 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
     for target in mapped:
         tensor = file.tensors[target.gguf_name]
         kind = tensor.type.name
-        if kind in KEPT_FORMATS and len(tensor.shape) == 2:
+        if kind in KEPT_FORMATS and len(tensor.shape) == 2 and _keeps_blocks(file, target, kind):
             methods[target.name] = KEPT_FORMATS[kind].method
             plans += _plan_blocks(file, tensor, target)
-        elif kind in PLAIN_DTYPES:
+        elif kind in PLAIN_DTYPES and target.change == "none":
             plans.append(_plan_plain(file, tensor, target))
         else:
             plans.append(_plan_dequantised(file, tensor, target))
     return plans, methods
+
+
+def _keeps_blocks(file: GgufFile, target: MappedTensor, kind: str) -> bool:
+    """Whether a quantised matrix needs nothing but other orders of whole blocks."""
+    cut = target.columns is not None and target.columns.head_columns % KEPT_FORMATS[kind].block_values
+    has_scale = gguf_architectures.scale_name(target.gguf_name) in file.tensors
+    return target.change == "none" and not cut and not has_scale
 
 
 def planned_bytes(item: TensorItem) -> int:
@@ -117,20 +124,47 @@ def _counted(item: TensorItem, on_bytes: Callable[[int], None]) -> TensorItem:
     return name, dtype, shape, load
 
 
-def _ordered(values: Array, rows: npt.NDArray[np.int64] | None) -> Array:
-    return values if rows is None else values[rows]
+def _ordered(values: Array, target: MappedTensor) -> Array:
+    """Rows and columns in the hub's order. Columns may be values, codes or scales: a head has whole numbers of each."""
+    values = values if target.rows is None else values[target.rows]
+    return values if target.columns is None else _in_head_order(values, target.columns)
+
+
+def _in_head_order(values: Array, order: HeadOrder) -> Array:
+    return values.reshape(len(values), len(order.heads), -1)[:, order.heads].reshape(len(values), -1)
 
 
 def _plan_plain(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorItem:
     def load() -> Array:
-        raw = file.blocks(tensor).reshape(*tensor.shape, tensor.type.block_bytes)
-        return _ordered(raw, target.rows)
+        raw = file.blocks(tensor).reshape(*tensor.shape[:-1], -1)
+        if len(tensor.shape) == 1:
+            raw = raw.reshape(tensor.shape[0], -1)
+        return _ordered(raw, target)
 
     return target.name, PLAIN_DTYPES[tensor.type.name], tensor.shape, load
 
 
 def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> TensorItem:
-    return target.name, "F32", tensor.shape, lambda: _ordered(file.dequantise(tensor), target.rows)
+    scale = file.tensors.get(gguf_architectures.scale_name(target.gguf_name))
+
+    def load() -> Array:
+        values = file.dequantise(tensor)
+        if scale is not None:
+            values = values * file.dequantise(scale)[0]
+        return _changed(_ordered(values, target), target, file.path.name)
+
+    shape = (tensor.shape[0], 1, *tensor.shape[1:]) if target.change == "middle_axis" else tensor.shape
+    return target.name, "F32", shape, load
+
+
+def _changed(values: Array, target: MappedTensor, file_name: str) -> Array:
+    if target.change == "minus_one":
+        return values - np.float32(1.0)
+    if target.change == "log_of_negative":
+        if not bool((values < 0).all()):
+            raise HubError(f"{file_name}: {target.gguf_name} must be negative throughout")
+        return np.log(-values)
+    return values.reshape(len(values), 1, -1) if target.change == "middle_axis" else values
 
 
 def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> list[TensorItem]:
@@ -140,7 +174,7 @@ def _plan_blocks(file: GgufFile, tensor: GgufTensor, target: MappedTensor) -> li
 
     def part(name: str, dtype: str, width: int, split: Split) -> TensorItem:
         def load() -> Array:
-            return _ordered(split(file.blocks(tensor)).reshape(n_rows, -1), target.rows)
+            return _ordered(split(file.blocks(tensor)).reshape(n_rows, -1), target)
 
         return f"{target.name}.{name}", dtype, (n_rows, width), load
 

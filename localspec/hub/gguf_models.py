@@ -1,7 +1,8 @@
-"""Architectures that GGUF files of ours may have: config.json keys, tensor names, row order. Torch-free, data first.
+"""Dense architectures of GGUF files: config.json keys, tensor names, row order. Torch-free, data first.
 
-Knows `llama` and `qwen2`. Each has a config builder that gives the keys transformers writes, and one name map. Metadata
-or tensors that the map does not know are refused by name, because dropping them would give a silently different model.
+Knows `llama`, `qwen2` and `qwen3` (`hub.gguf_architectures` lists all). Each has a config builder that gives the keys
+transformers writes, and one name map. Metadata or tensors that the map does not know are refused by name, because
+dropping them would give a silently different model.
 """
 
 from __future__ import annotations
@@ -9,21 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.hub.gguf import GgufFile, Value
+from localspec.hub.gguf import GgufFile
 from localspec.hub.records import HubError
 
 Json = dict[str, Any]
 
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -35,6 +31,10 @@ _LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies: how the files of Llama 3 say what its config calls rope type llama3."""
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LIMITS = {"layers": 1_000, "width": 1 << 20, "heads": 4_096, "context": 1 << 26, "vocabulary": 4 << 20}
 
 
@@ -53,25 +53,46 @@ class Shape:
     rope_theta: float
     norm_epsilon: float
     tied: bool
+    rope_factor: float = 1.0
+    """Of rope type llama3; 1 for plain frequencies."""
+
+
+class Metadata:
+    """Numbers of one architecture's metadata, bounded. Every refusal names the file and the key."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self._file, self._architecture = file, architecture
+
+    def size(self, key: str, limit: int, default: int | None = None, least: int = 1) -> int:
+        """A whole number up to `limit`. Raises HubError otherwise, or if missing without a default."""
+        value = self._file.metadata.get(f"{self._architecture}.{key}", default)
+        if type(value) is not int or not least <= value <= limit:
+            raise self._error(key, value, f"a number from {least} to {limit}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number in the fewest digits that give the same float32. Raises HubError otherwise."""
+        value = self._file.metadata.get(f"{self._architecture}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise self._error(key, value, "a positive number")
+        return float(np.format_float_positional(np.float32(value), unique=True))
+
+    def refuse_scaled_rope(self) -> None:
+        """Raises HubError for scaling that the metadata states; Llama 3 states its own by a tensor."""
+        kind = self._file.metadata.get(f"{self._architecture}.rope.scaling.type", "none")
+        factor = self._file.metadata.get(f"{self._architecture}.rope.scaling.factor", 1.0)
+        if kind != "none" or factor != 1.0:
+            raise HubError(f"rope scaling {kind!r} with factor {factor!r} is not supported in GGUF import; 'none' is")
+
+    def _error(self, key: str, value: object, needed: str) -> HubError:
+        return HubError(f"{self._file.path.name}: {self._architecture}.{key} is {value!r}, {needed} is needed")
 
 
 def read_shape(file: GgufFile, architecture: str) -> Shape:
     """Reads and bounds the sizes. Raises HubError naming the metadata key that is missing or absurd."""
-    metadata = file.metadata
-
-    def size(key: str, limit: int, default: int | None = None) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if type(value) is not int or not 1 <= value <= limit:
-            raise HubError(f"{file.path.name}: {architecture}.{key} is {value!r}, a number from 1 to {limit} is needed")
-        return value
-
-    def real(key: str, default: float | None = None) -> float:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise HubError(f"{file.path.name}: {architecture}.{key} is {value!r}, a positive number is needed")
-        return float(np.format_float_positional(np.float32(value), unique=True))
-
-    _refuse_scaled_rope(metadata, architecture)
+    metadata = Metadata(file, architecture)
+    size, real = metadata.size, metadata.real
+    metadata.refuse_scaled_rope()
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise HubError(f"{file.path.name} has no token embedding; it is not a whole model")
@@ -93,14 +114,34 @@ def read_shape(file: GgufFile, architecture: str) -> Shape:
         rope_theta=real("rope.freq_base", 10_000.0),
         norm_epsilon=real("attention.layer_norm_rms_epsilon"),
         tied="output.weight" not in file.tensors,
+        rope_factor=_rope_factor(file, head_size, real("rope.freq_base", 10_000.0)),
     )
 
 
-def _refuse_scaled_rope(metadata: Mapping[str, Value], architecture: str) -> None:
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    factor = metadata.get(f"{architecture}.rope.scaling.factor", 1.0)
-    if kind != "none" or factor != 1.0:
-        raise HubError(f"rope scaling {kind!r} with factor {factor!r} is not supported in GGUF import; 'none' is")
+def _rope_factor(file: GgufFile, head_size: int, theta: float) -> float:
+    """The factor of rope type llama3 whose formula gives the stored divisors. Raises HubError for any others."""
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return 1.0
+    if tensor.shape != (head_size // 2,) or tensor.type.name != "F32":
+        raise HubError(
+            f"{file.path.name}: {ROPE_FACTORS} has shape {tensor.shape}, one number a rotated pair is needed"
+        )
+    stored = file.dequantise(tensor)
+    factor = float(stored.max())
+    if not 1.0 < factor < 1e4 or not np.allclose(stored, _llama3_divisors(head_size, theta, factor), rtol=1e-3):
+        raise HubError(f"{file.path.name}: {ROPE_FACTORS} is not the scaling of Llama 3; others are not supported")
+    return float(np.format_float_positional(np.float32(factor), unique=True))
+
+
+def _llama3_divisors(head_size: int, theta: float, factor: float) -> npt.NDArray[np.float64]:
+    """What each frequency is divided by: 1 for short wavelengths, `factor` for long ones, blended between."""
+    low, high = _LLAMA3_ROPE["low_freq_factor"], _LLAMA3_ROPE["high_freq_factor"]
+    original = _LLAMA3_ROPE["original_max_position_embeddings"]
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_size, 2) / head_size)
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    divisors: npt.NDArray[np.float64] = 1.0 / ((1.0 - smooth) / factor + smooth)
+    return divisors
 
 
 def _config(shape: Shape, class_name: str, model_type: str) -> Json:
@@ -118,11 +159,17 @@ def _config(shape: Shape, class_name: str, model_type: str) -> Json:
         "num_hidden_layers": shape.n_layers,
         "num_key_value_heads": shape.n_kv_heads,
         "rms_norm_eps": shape.norm_epsilon,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "rope_parameters": _rope_parameters(shape),
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
+
+
+def _rope_parameters(shape: Shape) -> Json:
+    if shape.rope_factor == 1.0:
+        return {"rope_theta": shape.rope_theta, "rope_type": "default"}
+    return {"rope_theta": shape.rope_theta, "rope_type": "llama3", "factor": shape.rope_factor, **_LLAMA3_ROPE}
 
 
 def _llama_config(shape: Shape) -> Json:
@@ -142,87 +189,96 @@ def _qwen2_config(shape: Shape) -> Json:
     return _config(shape, "Qwen2ForCausalLM", "qwen2") | own
 
 
+def _qwen3_config(shape: Shape) -> Json:
+    own = {
+        "attention_bias": False,
+        "head_dim": shape.head_size,
+        "layer_types": ["full_attention"] * shape.n_layers,
+        "max_window_layers": shape.n_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    return _config(shape, "Qwen3ForCausalLM", "qwen3") | own
+
+
 @dataclass(frozen=True)
-class Architecture:
-    """One GGUF architecture: how its config is written and in which way its tensors differ from the hub's."""
+class DenseKind:
+    """How a dense architecture's config is written and in which way its tensors differ from the hub's."""
 
     config: Callable[[Shape], Json]
-    interleaved_rope_rows: bool
+    interleaved_rope_rows: bool = False
     """Whether the converter that wrote the file interleaved the two halves of each head's q and k rows."""
-    biased_modules: frozenset[str]
+    biased_modules: frozenset[str] = frozenset()
+    head_norms: bool = False
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+DENSE_KINDS: Mapping[str, DenseKind] = MappingProxyType(
     {
-        "llama": Architecture(_llama_config, interleaved_rope_rows=True, biased_modules=frozenset()),
-        "qwen2": Architecture(
-            _qwen2_config, interleaved_rope_rows=False, biased_modules=frozenset({"attn_q", "attn_k", "attn_v"})
-        ),
+        "llama": DenseKind(_llama_config, interleaved_rope_rows=True),
+        "qwen2": DenseKind(_qwen2_config, biased_modules=frozenset({"attn_q", "attn_k", "attn_v"})),
+        "qwen3": DenseKind(_qwen3_config, head_norms=True),
     }
 )
 
 
 @dataclass(frozen=True)
+class HeadOrder:
+    """An order of heads along the columns of a matrix: result head h is stored head `heads[h]`.  # [n_heads] i64"""
+
+    heads: npt.NDArray[np.int64]
+    head_columns: int
+
+
+Change = Literal["none", "minus_one", "log_of_negative", "middle_axis"]
+"""What a tensor's values need: norms stored as 1 + w, decays stored as -exp(a), convolutions stored without an axis."""
+
+
+@dataclass(frozen=True)
 class MappedTensor:
-    """A GGUF tensor under its hub name, with the row order to apply (None: as stored) and the shape it must have."""
+    """A GGUF tensor under its hub name, with the orders to apply (None: as stored) and the shape it must have."""
 
     gguf_name: str
     name: str
     shape: tuple[int, ...]
-    rows: npt.NDArray[np.int64] | None
+    rows: npt.NDArray[np.int64] | None = None
+    columns: HeadOrder | None = None
+    change: Change = "none"
 
 
-def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
-    """The file's architecture. Raises HubError listing the supported ones."""
-    name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise HubError(f"{file.path.name} has the architecture {name!r}; GGUF import supports {known}")
-    return name, ARCHITECTURES[name]
-
-
-def map_tensors(file: GgufFile, shape: Shape, architecture: Architecture) -> list[MappedTensor]:
-    """Hub name, shape and row order of every tensor. Raises HubError for unknown, missing or misshapen tensors."""
-    expected = _expected_tensors(shape, architecture)
-    unknown = sorted(set(file.tensors) - set(expected))
-    missing = sorted(set(expected) - set(file.tensors))
-    if unknown or missing:
-        what = f"the unknown tensor {unknown[0]!r}" if unknown else f"no tensor {missing[0]!r}"
-        raise HubError(f"{file.path.name} has {what}; this build of the model is not supported")
-    for gguf_name, mapped in expected.items():
-        stored = file.tensors[gguf_name].shape
-        if stored != mapped.shape:
-            raise HubError(f"{file.path.name}: {gguf_name} has shape {stored}, its metadata needs {mapped.shape}")
-    return [expected[name] for name in sorted(expected, key=lambda n: expected[n].name)]
-
-
-def _expected_tensors(shape: Shape, architecture: Architecture) -> dict[str, MappedTensor]:
+def dense_tensors(shape: Shape, kind: DenseKind) -> list[MappedTensor]:
+    """Every tensor that a dense model of this shape has."""
     q_rows, kv_rows = shape.n_heads * shape.head_size, shape.n_kv_heads * shape.head_size
     rows_of = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows, "attn_output": shape.hidden}
     rows_of |= {"ffn_gate": shape.intermediate, "ffn_up": shape.intermediate, "ffn_down": shape.hidden}
     columns_of = {"attn_output": q_rows, "ffn_down": shape.intermediate}
     order = {}
-    if architecture.interleaved_rope_rows:
+    if kind.interleaved_rope_rows:
         order = {"attn_q": rope_row_order(q_rows, shape.n_heads), "attn_k": rope_row_order(kv_rows, shape.n_kv_heads)}
-    tensors = [
-        MappedTensor("token_embd.weight", _TOP_NAMES["token_embd.weight"], (shape.vocabulary, shape.hidden), None),
-        MappedTensor("output_norm.weight", _TOP_NAMES["output_norm.weight"], (shape.hidden,), None),
-    ]
-    if not shape.tied:
-        tensors.append(
-            MappedTensor("output.weight", _TOP_NAMES["output.weight"], (shape.vocabulary, shape.hidden), None)
-        )
+    tensors = top_tensors(shape, "model.")
     for layer in range(shape.n_layers):
         for module, hub_module in _LAYER_MODULES.items():
             gguf_name, name = f"blk.{layer}.{module}", f"model.layers.{layer}.{hub_module}"
             if module not in rows_of:
-                tensors.append(MappedTensor(f"{gguf_name}.weight", f"{name}.weight", (shape.hidden,), None))
+                tensors.append(MappedTensor(f"{gguf_name}.weight", f"{name}.weight", (shape.hidden,)))
                 continue
             size = (rows_of[module], columns_of.get(module, shape.hidden))
             tensors.append(MappedTensor(f"{gguf_name}.weight", f"{name}.weight", size, order.get(module)))
-            if module in architecture.biased_modules:
+            if module in kind.biased_modules:
                 tensors.append(MappedTensor(f"{gguf_name}.bias", f"{name}.bias", size[:1], order.get(module)))
-    return {tensor.gguf_name: tensor for tensor in tensors}
+        for module, hub_module in _HEAD_NORMS.items() if kind.head_norms else ():
+            names = f"blk.{layer}.{module}.weight", f"model.layers.{layer}.{hub_module}.weight"
+            tensors.append(MappedTensor(*names, (shape.head_size,)))
+    return tensors
+
+
+def top_tensors(shape: Shape, prefix: str, norm_change: Change = "none") -> list[MappedTensor]:
+    """Embedding, final norm and, unless it is the embedding, the head. `prefix` stands before the hub's names."""
+    matrix = (shape.vocabulary, shape.hidden)
+    tensors = [
+        MappedTensor("token_embd.weight", f"{prefix}embed_tokens.weight", matrix),
+        MappedTensor("output_norm.weight", f"{prefix}norm.weight", (shape.hidden,), change=norm_change),
+    ]
+    return tensors if shape.tied else [*tensors, MappedTensor("output.weight", "lm_head.weight", matrix)]
 
 
 def rope_row_order(n_rows: int, n_heads: int) -> npt.NDArray[np.int64]:

@@ -20,6 +20,7 @@ import httpx
 from localspec.hub import layout, sources, support
 from localspec.hub.catalogue import DRAFTER_FORMAT, HubSource, ModelEntry, PinnedFile, WheelSource
 from localspec.hub.fetching import Job, Plan, check_disk, fetch_file, file_here, held_bytes, small_file
+from localspec.hub.gguf_architectures import PEEK_BYTES, peek_architecture, why_unsupported
 from localspec.hub.install import LocalFile, NewModel, install
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.parts import files_of_text
@@ -33,6 +34,7 @@ from localspec.hub.records import (
     PullResult,
     ignore_progress,
 )
+from localspec.hub.replies import get_bytes
 from localspec.hub.tensor_pull import INDEX_SUFFIX, plan_tensors, read_weight_map
 from localspec.hub.web import (
     AccessRefused,
@@ -198,8 +200,23 @@ def _hub_plan(job: Job, source: HubSource, located: sources.Located) -> Plan:
     if not job.offline:
         probed = tuple(r if r.name in here else probe(job.client, r) for r in located.files)
         located = replace(located, files=probed)
+        if not source.files:
+            _refuse_unknown_gguf(job, [remote for remote in probed if remote.name not in here])
     fetch = partial(_fetch_hub, job, located, here)
     return Plan(located.label, located.licence, located.files, fetch, base_model=located.base_model)
+
+
+def _refuse_unknown_gguf(job: Job, remotes: list[RemoteFile]) -> None:
+    """Reads the first bytes of GGUF files, which name the architecture. A server without ranges is not asked twice."""
+    for remote in remotes:
+        if not remote.name.endswith(".gguf") or not remote.serves_ranges:
+            continue
+        with contextlib.suppress(SourceUnavailable):
+            head = get_bytes(job.client, remote, job.settings, 0, min(PEEK_BYTES, remote.size_bytes or PEEK_BYTES))
+            name = peek_architecture(head)
+            reason = why_unsupported(name) if name is not None else None
+            if reason is not None:
+                raise HubError(f"{job.entry.title} cannot be used: {remote.name} {reason}; it was not fetched")
 
 
 def _without_vision(job: Job, source: HubSource, located: sources.Located) -> sources.Located:

@@ -26,6 +26,14 @@ _END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level(use_regex: bool) -> Json:
@@ -46,6 +54,8 @@ class PreTokenizer:
 
     normalizer: Json | None
     splitter: Json
+    ignores_merges: bool = False
+    """Whether a piece that is a token as a whole is taken as it is."""
 
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
@@ -54,8 +64,16 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
             None, _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))
         ),
         "qwen2": PreTokenizer({"type": "NFC"}, _sequence(_split(_QWEN2_PATTERN), _byte_level(use_regex=False))),
+        "qwen35": PreTokenizer({"type": "NFC"}, _sequence(_split(_QWEN35_PATTERN), _byte_level(use_regex=False))),
+        "llama-bpe": PreTokenizer(
+            None, _sequence(_split(_LLAMA3_PATTERN), _byte_level(use_regex=False)), ignores_merges=True
+        ),
     }
 )
+
+
+ADDS_BOS = frozenset({"llama-bpe"})
+"""Pre-tokenizers whose texts begin with the bos token where the metadata says nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ def read_tokenizer(metadata: Mapping[str, Value]) -> GgufTokenizer:
         merges=tuple(_merge(line) for line in _texts(metadata, "tokenizer.ggml.merges")),
         pre_tokenizer=PRE_TOKENIZERS[pre],
         special_ids=MappingProxyType(special_ids),
-        add_bos=metadata.get("tokenizer.ggml.add_bos_token", False) is True and "bos" in special_ids,
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token", pre in ADDS_BOS) is True and "bos" in special_ids,
         chat_template=template,
     )
 
@@ -178,7 +196,7 @@ def tokenizer_json(tokenizer: GgufTokenizer) -> Json:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
+            "ignore_merges": tokenizer.pre_tokenizer.ignores_merges,
             "vocab": vocabulary,
             "merges": [list(pair) for pair in tokenizer.merges],
         },

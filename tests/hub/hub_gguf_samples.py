@@ -39,6 +39,8 @@ class SampleModel:
     embedding_type: Q = Q.Q8_0
     leave_out: frozenset[str] = frozenset()
     extra_metadata: dict[str, object] = field(default_factory=dict)
+    extra_tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    """Float32 tensors beside those of the architecture."""
     n_unused_tokens: int = 3
 
 
@@ -66,6 +68,8 @@ def write_model(path: Path, model: SampleModel, seed: int = 0) -> dict[str, np.n
         shapes |= {b + "attn_k.weight": (kv, model.hidden), b + "attn_v.weight": (kv, model.hidden)}
         if model.architecture == "qwen2":
             shapes |= {b + "attn_q.bias": (model.hidden,), b + "attn_k.bias": (kv,), b + "attn_v.bias": (kv,)}
+        if model.architecture == "qwen3":
+            shapes |= {b + "attn_q_norm.weight": (head,), b + "attn_k_norm.weight": (head,)}
         shapes |= {b + "ffn_gate.weight": (model.intermediate, model.hidden)}
         shapes |= {b + "ffn_up.weight": (model.intermediate, model.hidden)}
         shapes |= {b + "ffn_down.weight": (model.hidden, model.intermediate)}
@@ -80,6 +84,8 @@ def write_model(path: Path, model: SampleModel, seed: int = 0) -> dict[str, np.n
         data = gguf.quants.quantize(dense, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         values[name] = gguf.quants.dequantize(data, kind) if kind != Q.F32 else dense
+    for name, extra in model.extra_tensors.items():
+        writer.add_tensor(name, extra)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -23,6 +23,7 @@ HUB_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def test_row_order_undoes_the_interleaving(n_rows: int, n_heads: int) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "weight_type", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.F16, Q.BF16, Q.F32], ids=lambda q: q.name
 )
@@ -68,7 +69,7 @@ def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) ->
 
     from localspec.formats.blocks import METHODS, dequantise, methods_by_name
 
-    pre = {"llama": "smollm", "qwen2": "qwen2"}[architecture]
+    pre = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2"}[architecture]
     model = SampleModel(architecture=architecture, pre=pre, weight_type=weight_type, tied=False)
     out, values = convert(tmp_path, model)
     tensors = load_torch(out / "model.safetensors")
@@ -76,7 +77,7 @@ def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) ->
     for gguf_name, expected in values.items():
         name = hub_name(gguf_name)
         ours = dequantise(tensors, name) if name in methods else tensors[name].float()
-        if architecture == "llama" and ("attn_q" in gguf_name or "attn_k" in gguf_name):
+        if architecture == "llama" and ("attn_q" in gguf_name or "attn_k" in gguf_name) and ours.ndim == 2:
             n_heads = model.n_heads if "attn_q" in gguf_name else model.n_kv_heads
             ours = torch.from_numpy(interleave(ours.numpy(), n_heads))
         assert torch.equal(ours, torch.from_numpy(expected)), name
@@ -124,7 +125,7 @@ def test_kept_blocks_are_as_small_as_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("architecture", "pre"), [("llama", "smollm"), ("qwen2", "qwen2")])
+@pytest.mark.parametrize(("architecture", "pre"), [("llama", "smollm"), ("qwen2", "qwen2"), ("qwen3", "qwen2")])
 def test_config_is_understood_by_transformers(tmp_path: Path, architecture: str, pre: str) -> None:
     from transformers import AutoConfig
 
@@ -199,6 +200,46 @@ def test_special_tokens_are_whole_and_text_comes_back(tmp_path: Path, architectu
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+def llama3_divisors(head: int, theta: float, factor: float) -> np.ndarray:
+    """As the configuration of Llama 3.1 scales its frequencies, frequency by frequency."""
+    found = []
+    for at in range(0, head, 2):
+        wavelength = 2 * np.pi * theta ** (at / head)
+        if wavelength < 8192 / 4:
+            found.append(1.0)
+        elif wavelength > 8192:
+            found.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.torch
+def test_llama_3_states_its_rope_by_a_tensor(tmp_path: Path) -> None:
+    from localspec.layers.config import ConfigReader
+    from localspec.layers.rope import rotary_frequencies
+
+    divisors = llama3_divisors(32, 100_000.0, 8.0)
+    assert len(set(divisors.round(4))) > 3  # short, long and blended ones
+    model = SampleModel(pre="llama-bpe", n_heads=2, n_kv_heads=1, extra_tensors={"rope_freqs.weight": divisors})
+    out, _ = convert(tmp_path, model)
+    config = read(out, "config.json")
+    assert config["rope_parameters"]["rope_type"] == "llama3" and config["rope_parameters"]["factor"] == 8.0
+    plain = 100_000.0 ** -(np.arange(0, 32, 2) / 32)
+    ours = rotary_frequencies(ConfigReader(config), 32).numpy()
+    np.testing.assert_allclose(ours, plain / divisors, rtol=1e-5)
+    tokenizer = tokenizer_of(out)
+    assert (
+        tokenizer.encode("the 1212").tokens
+        == ["<|im_start|>", "the", "Ġ", "12", "12"][:1] + tokenizer.encode("the 1212", add_special_tokens=False).tokens
+    )
+    wrong = SampleModel(n_heads=2, n_kv_heads=1, extra_tensors={"rope_freqs.weight": divisors[::-1].copy()})
+    (tmp_path / "2").mkdir()
+    with pytest.raises(HubError, match="not the scaling of Llama 3"):
+        convert(tmp_path / "2", wrong)
+
+
 def test_unused_rows_are_not_tokens(tmp_path: Path) -> None:
     model = SampleModel(n_unused_tokens=5)
     out, _ = convert(tmp_path, model)
@@ -207,8 +248,11 @@ def test_unused_rows_are_not_tokens(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "architecture": (SampleModel(architecture="falcon"), "architecture 'falcon'; GGUF import supports llama, qwen2"),
-    "pre-tokenizer": (SampleModel(pre="deepseek-r1"), "'deepseek-r1' is not known; supported are qwen2, smollm"),
+    "architecture": (
+        SampleModel(architecture="falcon"),
+        "architecture 'falcon'; GGUF import supports llama, qwen2, qwen3, qwen35",
+    ),
+    "pre-tokenizer": (SampleModel(pre="deepseek-r1"), "'deepseek-r1' is not known; supported are llama-bpe, qwen2"),
     "missing tensor": (SampleModel(leave_out=frozenset({"blk.1.ffn_up.weight"})), "no tensor 'blk.1.ffn_up.weight'"),
     "no embedding": (SampleModel(leave_out=frozenset({"token_embd.weight"})), "no token embedding"),
     "rope scaling": (SampleModel(extra_metadata={"llama.rope.scaling.type": "yarn"}), "rope scaling 'yarn'"),
