@@ -131,11 +131,15 @@ class HubLibrary:
 
     def _measured(self, model_id: str, device: _Device) -> Budget:
         """From the sizes of the stored tensors. Raises HubError and OSError."""
+        from localspec.hub.budget import drafter_bytes
         from localspec.hub.fit import cache_shape, fit, weights_of
         from localspec.hub.layout import read_json
 
         folder = self._config.paths.models_dir / model_id
         weights, shape = weights_of(folder), cache_shape(read_json(folder / "config.json"))
+        drafters = drafter_bytes(self._config.paths.drafters_dir, model_id)
+        has_mtp = weights.mtp > 0 or "mtp" in drafters
+        weights = replace(weights, body=weights.body + sum(drafters.values()))
         kv_dtype = self._kv_cache
         if kv_dtype == "auto":
             kv_dtype = "fp8" if device.is_gpu else "bf16"
@@ -143,7 +147,7 @@ class HubLibrary:
                 # A CPU keeps float32, twice what bf16 takes.
                 shape = replace(shape, values_per_token_and_layer=2 * shape.values_per_token_and_layer)
         runtime_bytes = None if device.is_gpu else CPU_RUNTIME_BYTES
-        found = fit(weights, shape, device.free_bytes, kv_dtype, weights.mtp > 0, runtime_bytes)
+        found = fit(weights, shape, device.free_bytes, kv_dtype, has_mtp, runtime_bytes)
         return _exact(device, found, found.runtime_bytes)
 
     def _memory(self, held_bytes: int) -> _Device:
