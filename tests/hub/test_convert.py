@@ -221,7 +221,7 @@ def test_llama_3_states_its_rope_by_a_tensor(tmp_path: Path) -> None:
     from localspec.layers.rope import rotary_frequencies
 
     divisors = llama3_divisors(32, 100_000.0, 8.0)
-    assert len(set(divisors.round(4))) > 3  # short, long and blended ones
+    assert len(set(divisors.round(4))) == 3  # short, long and a blended one
     model = SampleModel(pre="llama-bpe", n_heads=2, n_kv_heads=1, extra_tensors={"rope_freqs.weight": divisors})
     out, _ = convert(tmp_path, model)
     config = read(out, "config.json")
@@ -229,11 +229,8 @@ def test_llama_3_states_its_rope_by_a_tensor(tmp_path: Path) -> None:
     plain = 100_000.0 ** -(np.arange(0, 32, 2) / 32)
     ours = rotary_frequencies(ConfigReader(config), 32).numpy()
     np.testing.assert_allclose(ours, plain / divisors, rtol=1e-5)
-    tokenizer = tokenizer_of(out)
-    assert (
-        tokenizer.encode("the 1212").tokens
-        == ["<|im_start|>", "the", "Ġ", "12", "12"][:1] + tokenizer.encode("the 1212", add_special_tokens=False).tokens
-    )
+    assert tokenizer_of(out).encode("1212").tokens == ["12", "1", "2"]  # at most three digits a piece
+    assert read(out, "tokenizer.json")["model"]["ignore_merges"] is True
     wrong = SampleModel(n_heads=2, n_kv_heads=1, extra_tensors={"rope_freqs.weight": divisors[::-1].copy()})
     (tmp_path / "2").mkdir()
     with pytest.raises(HubError, match="not the scaling of Llama 3"):
