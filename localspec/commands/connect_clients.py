@@ -85,12 +85,14 @@ def _opencode_piece(content: str, address: Address) -> Insertion:
 
 
 def _codex_piece(content: str, address: Address) -> Insertion:
+    """A profile in a file of its own, which Codex lays over config.toml when it is named."""
     body = (
-        f'[model_providers.localspec]\nname = "localspec"\nbase_url = {_quoted(address.v1)}\nwire_api = "responses"\n\n'
-        f'[profiles.localspec]\nmodel = {_quoted(address.model)}\nmodel_provider = "localspec"\n'
-        f"model_context_window = {address.context_tokens}"
+        f'model = {_quoted(address.model)}\nmodel_provider = "localspec"\n'
+        f"model_context_window = {address.context_tokens}\n\n"
+        f'[model_providers.localspec]\nname = "localspec"\nbase_url = {_quoted(address.v1)}\nwire_api = "responses"'
     )
-    return append_block(content, body, "#", (r"^\[model_providers\.localspec\]", r"^\[profiles\.localspec\]"))
+    # Behind a table these lines would belong to it.
+    return append_block(content, body, "#", ("^model *=", "^model_provider *=", "^model_context_window *=", r"^ *\["))
 
 
 def _claude_settings(address: Address) -> dict[str, str]:
@@ -219,10 +221,10 @@ CLIENTS: dict[str, Client] = {
             "codex",
             "Codex",
             lambda a: (
-                f'In ~/.codex/config.toml: model_providers.localspec with base_url "{a.v1}", wire_api "responses",',
-                "and a profile localspec that uses it. Then: codex --profile localspec",
+                f'In ~/.codex/localspec.config.toml: model_providers.localspec with base_url "{a.v1}" and wire_api',
+                f'"responses", model_provider "localspec", model "{a.model}". Then: codex --profile localspec',
             ),
-            lambda home: home / ".codex/config.toml",
+            lambda home: home / ".codex/localspec.config.toml",
             _codex_piece,
         ),
         Client(

@@ -27,7 +27,7 @@ EXISTING = {
     "zed": '// my settings\n{\n  "theme": "One", /* { */\n  "language_models": {"ollama": {"api_url": "x"}},\n}\n',
     "aider": "dark-mode: true",
     "opencode": '{"$schema": "https://opencode.ai/config.json", "provider": {"a\\"b": {"x": [1, {"y": "}"}]}}}',
-    "codex": 'model = "o9"\n[profiles.mine]\nmodel = "x"',
+    "codex": 'approval_policy = "never"',
     "claude-code": '{\r\n  "permissions": {"allow": []},\r\n  "env": {"A": "1"}\r\n}\r\n',
     "llama.vim": "set number\n",
     "copilot": '{\n    "editor.fontSize": 13,\n    // comment\n}',
@@ -37,7 +37,7 @@ TAKEN = {
     "zed": '{"language_models": {"openai_compatible": {"localspec": 1}}}',
     "aider": "model: gpt\n",
     "opencode": '{"provider": {"localspec": {}}}',
-    "codex": "[model_providers.localspec]\n",
+    "codex": "[tools]\nweb_search = true\n",
     "claude-code": '{"env": {"ANTHROPIC_MODEL": "x"}}',
     "llama.vim": "let g:llama_config = {}\n",
     "copilot": '{"github.copilot.chat.byok.ollamaEndpoint": "x"}',
@@ -123,14 +123,24 @@ def test_what_the_user_set_is_never_replaced(home: Path, name: str) -> None:
     assert path.read_text() == TAKEN[name]
 
 
+def test_codex_reads_a_whole_profile(home: Path) -> None:
+    """Its current releases refuse profiles inside config.toml; a profile is a file of that name beside it."""
+    assert invoke("codex", "--write")[0] == 0
+    profile = tomllib.loads((home / ".codex/localspec.config.toml").read_text())
+    assert profile["model"] == "m" and profile["model_context_window"] == 32768
+    provider = profile["model_providers"][profile["model_provider"]]
+    assert provider["base_url"] == ADDRESS.v1 and provider["wire_api"] == "responses"
+    assert not (home / ".codex/config.toml").exists()
+
+
 def test_later_edits_stay_and_damage_is_said(home: Path) -> None:
     path = config_file(home, "codex")
     path.parent.mkdir(parents=True)
-    path.write_text('model = "a"\n')
+    path.write_text('sandbox_mode = "read-only"\n')
     assert invoke("codex", "--write")[0] == 0
-    path.write_text("# new\n" + path.read_text() + "[tools]\n")
+    path.write_text("# new\n" + path.read_text() + "# more\n")
     assert invoke("codex", "--undo")[0] == 0
-    assert path.read_text() == '# new\nmodel = "a"\n[tools]\n'
+    assert path.read_text() == '# new\nsandbox_mode = "read-only"\n# more\n'
     assert invoke("codex", "--write")[0] == 0
     damaged = path.read_text().replace("wire_api", "wire")
     path.write_text(damaged)
