@@ -21,6 +21,7 @@ from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, Mod
 from localspec.cache.spill_keys import id_bytes
 from localspec.cache.spill_lookup import Either, Found, Known, ModelIdentity, find
 from localspec.cache.spill_order import MakeRoom, remove_with_dependants
+from localspec.cache.spill_rebuild import rebuild
 from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_payload
 from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.files import WriteFunction, make_private_directory, sweep_temporary_files
@@ -66,7 +67,7 @@ class SpillStore:
         """Why nothing is written now; empty while all is well."""
         self._off_until_s = 0.0
         if self.index.was_lost:
-            log.warning("the index of %s could not be read: cached conversations will be computed again", folder)
+            log.warning("the index of %s could not be read and is made again from the files", folder)
         self._prefill_tok_per_s: float | None = None
         self._today = today
         self._limits = limits
@@ -177,12 +178,19 @@ class SpillStore:
         return num_blocks
 
     def sweep(self) -> int:
-        """Remove temporary files, blocks of models that are gone, and files without a row; returns bytes freed.
+        """Make a lost index again from the files; remove temporary files, blocks of models that are gone, and files
+        without a row; returns bytes freed.
 
-        May take a second for each hundred thousand files, so it runs on a thread of its own.
+        May take a second for each ten thousand files, so it runs on a thread of its own.
         """
         freed_bytes = 0
         with self._guarded():
+            if self.index.is_new:
+                self.index.is_new = False
+                num_rows = rebuild(self.index, self.files)
+                if num_rows:
+                    log.info("%d cached blocks were found again without their index", num_rows)
+                self.room.make(0)
             known = {row.fingerprint: row for row in self.index.models()}
             gone = [row for row in known.values() if row.folder and not Path(row.folder).is_dir()]
             if gone:
@@ -236,7 +244,7 @@ class SpillStore:
         return freed_bytes
 
     def index_failed(self, error: Exception) -> None:
-        """Say what the index cannot do; a damaged one begins again, and its files become litter."""
+        """Say what the index cannot do; a damaged one begins again, and the next sweep fills it from the files."""
         if isinstance(error, (sqlite3.OperationalError, sqlite3.ProgrammingError)):
             log.warning("the index of cached conversations is not usable now: %s", error)
             return

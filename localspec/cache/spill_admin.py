@@ -14,6 +14,7 @@ from pathlib import Path
 from localspec.cache.spill import INDEX_NAME
 from localspec.cache.spill_index import Block, ModelRow, SpillIndex
 from localspec.cache.spill_order import remove_with_dependants
+from localspec.cache.spill_rebuild import rebuild
 from localspec.storage.blockfile import BlockStore
 from localspec.storage.errors import DamagedFile, WrongOwner
 
@@ -44,11 +45,13 @@ class SpillAdmin:
 
     def __init__(self, folder: Path) -> None:
         """Raises FileNotFoundError where nothing was ever cached."""
-        if not (folder / INDEX_NAME).exists():
+        if not folder.is_dir() or not any(folder.iterdir()):
             raise FileNotFoundError(f"nothing is cached in {folder}")
         self.folder = folder
         self._files = BlockStore(folder)
         self._index = SpillIndex(folder / INDEX_NAME)
+        if self._index.is_new:
+            rebuild(self._index, self._files)
 
     def __enter__(self) -> SpillAdmin:
         return self

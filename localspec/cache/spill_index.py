@@ -24,6 +24,8 @@ AGE_TURNS = 32.0
 """A block that was not used for as many turns must be worth twice as much per byte to stay."""
 INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """What a damaged or busy index may raise; SQLite's own messages may quote bytes that are no text."""
+REBUILT = "rebuilt"
+"""Counter of an index that was made again from the files: some rows have no chats."""
 _FEW_KEYS = 64
 _TABLES = """
 CREATE TABLE block(
@@ -89,6 +91,8 @@ class SpillIndex:
         """Open or create; an unreadable index, or one of another version, is replaced by an empty one."""
         self.path = path
         self.was_lost = False
+        self.is_new = False
+        """Made empty; files may lie beside it."""
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
@@ -117,6 +121,7 @@ class SpillIndex:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         db = self.connection()
+        self.is_new = True
         db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
 
     def connection(self) -> sqlite3.Connection:
@@ -191,8 +196,8 @@ class SpillIndex:
                 (parent, ids),
             ).fetchone()  # fmt: skip
             if row is not None:
-                ids = _expect(row[1], bytes)
-                found += [(block, ids) for block in self._select("WHERE key = ?", (row[0],))]
+                held = _expect(row[1], bytes)
+                found += [(block, held) for block in self._select("WHERE key = ?", (row[0],))]
         return found
 
     def some(self, keys: Sequence[bytes]) -> list[Block]:
@@ -248,12 +253,16 @@ class SpillIndex:
         return found[0] if found else None
 
     def of_chat(self, chat_id: str) -> list[Block]:
-        """Blocks that only this chat used, longest chains first."""
-        return self._select(
+        """Blocks that only this chat used, longest chains first; after a loss of the index also those that no chat is
+        known to have used, because they may be this one's."""
+        found = self._select(
             "WHERE key IN (SELECT c.key FROM chat c WHERE c.chat_id = ? AND NOT EXISTS "
             "(SELECT 1 FROM chat o WHERE o.key = c.key AND o.chat_id <> c.chat_id)) ORDER BY token_end DESC",
             (chat_id,),
         )
+        if self.counter(REBUILT):
+            found += self._select("WHERE key NOT IN (SELECT key FROM chat) ORDER BY token_end DESC", ())
+        return found
 
     def all_blocks(self, fingerprint: bytes) -> Iterator[Block]:
         """Every row of a model, in no order."""
@@ -281,11 +290,12 @@ class SpillIndex:
     def set_counter(self, db: sqlite3.Connection, name: str, value: int) -> None:
         db.execute("INSERT INTO counter VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", (name, value))
 
-    def register(self, db: sqlite3.Connection, model: ModelRow) -> None:
-        """Remember a model; its totals and rates stay."""
+    def register(self, db: sqlite3.Connection, model: ModelRow, rename: bool = True) -> None:
+        """Remember a model; its totals and rates stay, its name too unless `rename`."""
+        update = "model_id = excluded.model_id, folder = excluded.folder, needs_state = excluded.needs_state"
         db.execute(
             "INSERT INTO model(fingerprint, model_id, folder, needs_state) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT DO UPDATE SET model_id = excluded.model_id, folder = excluded.folder",
+            f"ON CONFLICT DO {f'UPDATE SET {update}' if rename else 'NOTHING'}",
             (model.fingerprint, model.model_id, model.folder, model.needs_state),
         )
 

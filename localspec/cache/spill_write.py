@@ -7,13 +7,13 @@ shorter chain and never one with a hole.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 
 from localspec.cache.spill import LAYOUTS, SpillStore
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block
 from localspec.cache.spill_keys import Place, id_bytes, root_key, segment_key, segment_places, state_place
 from localspec.cache.spill_order import NoRoom, unlink_without_row
+from localspec.cache.spill_rebuild import worth_of
 from localspec.core.records import SEGMENT_TOKENS
 from localspec.storage.blockfile import HEADER_BYTES, BlockHeader
 from localspec.storage.files import Buffer
@@ -102,7 +102,7 @@ class TurnWriter:
             store.room.check_budget(self._waiting_bytes + file_bytes)
             store.room.make(self._waiting_bytes + file_bytes, self._own_keys)
             header = BlockHeader(
-                identity.fingerprint, place.key, place.parent, place.begin, place.end, LAYOUTS[kind]
+                identity.fingerprint, place.key, place.parent, place.begin, place.end, LAYOUTS[kind], note=ids or b""
             )  # fmt: skip
             written = store.files.write(header, payload)
             if written.payload_bytes != size:
@@ -115,9 +115,7 @@ class TurnWriter:
         return False
 
     def _row(self, place: Place, kind: int, file_bytes: int) -> Block:
-        saved_tokens = place.end if kind == STATE else place.num_tokens
-        rate = self._store.prefill_tok_per_s or 1000.0
-        worth = math.log2(saved_tokens / rate / file_bytes)
+        worth = worth_of(kind, place.begin, place.end, file_bytes, self._store.prefill_tok_per_s)
         return Block(
             place.key, self._store.identity.fingerprint, place.parent, kind, place.begin, place.end, file_bytes, worth
         )

@@ -256,6 +256,8 @@ class HostAndDisk(NoTiers):
             self._spiller.spill(turn, self._out_of_time)
         finally:
             self._done_with(turn)
+        if self._store is not None and self._store.index.is_new:
+            self._store.sweep()
         self._figures.store_rates()
         self._figures.report()
 

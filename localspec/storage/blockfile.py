@@ -3,9 +3,9 @@
 Knows keys, token ranges and checksums; does not know what a payload holds, nor which block is worth keeping. A block is
 a cache entry: any doubt about it is an error the caller answers by computing again.
 
-Header, little-endian, at offset 0 (the payload starts at 4096): magic 8, version u32, layout length u32,
-fingerprint 32, key 32, parent key 32, first token u64, end token u64, payload bytes u64, xxh3-64 of the payload u64,
-layout text; zeros; at 4088 the xxh3-64 of the 4088 bytes before it.
+Header, little-endian, at offset 0 (the payload starts at 4096): magic 8, version u32, layout length u32, note length
+u32, 4 zeros, fingerprint 32, key 32, parent key 32, first token u64, end token u64, payload bytes u64, xxh3-64 of the
+payload u64, layout text, note; zeros; at 4088 the xxh3-64 of the 4088 bytes before it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from localspec.storage.files import (
 
 HEADER_BYTES = 4096
 _MAGIC = b"LSPBLOCK"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sII32s32s32sQQQQ")
+_VERSION = 2
+_FIELDS = struct.Struct("<8sIII4x32s32s32sQQQQ")
 _HASHED_BYTES = HEADER_BYTES - 8
 MAX_LAYOUT_BYTES = 1024
+MAX_NOTE_BYTES = 2048
 _SUFFIX = ".blk"
 _FINGERPRINT_NAME = re.compile(r"[0-9a-f]{64}")
 
@@ -59,6 +60,8 @@ class BlockHeader:
     payload_bytes: int = 0
     payload_hash: int = 0
     """xxh3-64; both are set by `BlockStore.write`."""
+    note: bytes = b""
+    """What an index needs to know of the block beside its key."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,13 @@ def pack_header(header: BlockHeader) -> bytes:
         raise ValueError("Fingerprint, key and parent key of a block must have 32 bytes each.")
     if not 0 <= header.token_begin <= header.token_end or len(layout) > MAX_LAYOUT_BYTES:
         raise ValueError(f"A block needs an ordered token range and a layout of at most {MAX_LAYOUT_BYTES} bytes.")
+    if len(header.note) > MAX_NOTE_BYTES:
+        raise ValueError(f"The note of a block has at most {MAX_NOTE_BYTES} bytes, not {len(header.note)}.")
     fields = _FIELDS.pack(
-        _MAGIC, _VERSION, len(layout), header.fingerprint, header.key, header.parent_key,
+        _MAGIC, _VERSION, len(layout), len(header.note), header.fingerprint, header.key, header.parent_key,
         header.token_begin, header.token_end, header.payload_bytes, header.payload_hash,
     )  # fmt: skip
-    hashed = (fields + layout).ljust(_HASHED_BYTES, b"\0")
+    hashed = (fields + layout + header.note).ljust(_HASHED_BYTES, b"\0")
     return hashed + struct.pack("<Q", xxhash.xxh3_64_intdigest(hashed))
 
 
@@ -96,16 +101,19 @@ def parse_block_header(data: Buffer) -> BlockHeader:
         raise DamagedFile("this is not a block header")
     if xxhash.xxh3_64_intdigest(view[:_HASHED_BYTES]) != int.from_bytes(view[_HASHED_BYTES:], "little"):
         raise DamagedFile("the header's checksum does not fit")
-    _, version, layout_bytes, fingerprint, key, parent, begin, end, payload_bytes, payload_hash = _FIELDS.unpack_from(
-        view
+    # The version first: another one may have other fields.
+    version = int.from_bytes(view[8:12], "little")
+    _, _, layout_bytes, note_bytes, fingerprint, key, parent, begin, end, payload_bytes, payload_hash = (
+        _FIELDS.unpack_from(view)
     )
-    if version != _VERSION or layout_bytes > MAX_LAYOUT_BYTES or begin > end:
+    if version != _VERSION or layout_bytes > MAX_LAYOUT_BYTES or note_bytes > MAX_NOTE_BYTES or begin > end:
         raise DamagedFile(f"the header is of version {version} or holds impossible values")
     try:
         layout = bytes(view[_FIELDS.size : _FIELDS.size + layout_bytes]).decode()
     except UnicodeDecodeError:
         raise DamagedFile("the layout is not text") from None
-    return BlockHeader(fingerprint, key, parent, begin, end, layout, payload_bytes, payload_hash)
+    note = bytes(view[_FIELDS.size + layout_bytes : _FIELDS.size + layout_bytes + note_bytes])
+    return BlockHeader(fingerprint, key, parent, begin, end, layout, payload_bytes, payload_hash, note)
 
 
 def verify_payload(header: BlockHeader, payload: Buffer, path: Path) -> None:
@@ -146,7 +154,7 @@ class BlockStore:
             digest.update(piece)
         complete = BlockHeader(
             header.fingerprint, header.key, header.parent_key, header.token_begin, header.token_end, header.layout,
-            sum(piece.nbytes for piece in pieces), digest.intdigest(),
+            sum(piece.nbytes for piece in pieces), digest.intdigest(), header.note,
         )  # fmt: skip
         packed = pack_header(complete)
         path = self.path(header.fingerprint, header.key)
