@@ -25,6 +25,7 @@ from localspec.config import Settings
 
 if TYPE_CHECKING:
     from localspec.hub.budget import Use
+    from localspec.hub.catalogue import ModelEntry
     from localspec.hub.records import PullResult
 
 
@@ -109,6 +110,7 @@ def ls(as_json: bool) -> None:
             "demo": known[model_id].demo if model_id in known else False,
             "drafters": _installed_drafters(config, model_id),
             "smallest_gpu_gib": known[model_id].smallest_gpu_gib if model_id in known else None,
+            "verified": known[model_id].verified if model_id in known else None,
         }
         for model_id in [*here, *(name for name in known if name not in here)]
     ]
@@ -118,6 +120,7 @@ def ls(as_json: bool) -> None:
     for row in rows:
         size = gib(int(str(row["size_bytes"]))) if row["installed"] else "not installed"
         marks = " (demo)" if row["demo"] else ""
+        marks += " (unverified)" if row["verified"] is False and not row["installed"] else ""
         marks += "".join(f" +{kind}" for kind in _installed_drafters(config, str(row["id"])))
         click.echo(f"{row['id']:32} {size:>14}  {row['title']}{marks}")
 
@@ -188,6 +191,8 @@ def _show_document(config: Settings, model: str) -> dict[str, Any]:
         "demo": entry.demo,
         "advice": entry.advice,
         "verified": entry.verified,
+        "pinned_revisions": _pinned_revisions(config, entry),
+        "download_gb": entry.download_gb or None,
         "sources": [_described_source(source) for source in entry.sources],
         "drafters": [_described_drafter(drafter.kind, drafter.repo or drafter.model) for drafter in entry.drafters],
         "drafters_installed": _installed_drafters(config, entry.id),
@@ -202,6 +207,20 @@ def _show_document(config: Settings, model: str) -> dict[str, Any]:
 
 def _in_catalogue(config: Settings, model_id: str) -> bool:
     return any(model_id == entry.id for entry in catalogue(config).models)
+
+
+def _pinned_revisions(config: Settings, entry: ModelEntry) -> dict[str, str]:
+    """Repository -> commit, for what was resolved at a pull. A damaged record counts as none; a pull says so."""
+    from localspec.hub.catalogue import HubSource
+    from localspec.hub.pins import pin_of, read_pins
+    from localspec.hub.records import HubError
+
+    try:
+        pins = read_pins(config.paths.data_dir)
+    except HubError:
+        return {}
+    sources = [source for source in entry.sources if isinstance(source, HubSource)]
+    return {source.repo: pin.commit for source in sources if (pin := pin_of(source, pins)) is not None}
 
 
 def _described_source(source: Any) -> str:

@@ -208,13 +208,13 @@ def _size(text: Mapping[str, Any], key: str, default: int | None = None, least: 
 
 
 def proposal(catalogue: Catalogue, gpu_bytes: int | None) -> ModelEntry:
-    """What suits this machine: the first model of the largest class that the card can hold, or the demo without one.
+    """What suits this machine: the first model of the catalogue that the card can hold, or the demo without one.
 
     `gpu_bytes` is the card's total memory, which drivers report a little below the size it is sold with.
     """
     gib = 0.0 if gpu_bytes is None else gpu_bytes / 2**30
-    fitting = [m for m in catalogue.models if 0 < m.smallest_gpu_gib * SOLD_SIZE_SHARE <= gib]
-    return max(fitting, key=lambda model: model.smallest_gpu_gib, default=catalogue.demo())
+    fitting = (m for m in catalogue.models if 0 < m.smallest_gpu_gib * SOLD_SIZE_SHARE <= gib)
+    return next(fitting, catalogue.demo())
 
 
 def fit_installed(directory: Path, available_bytes: int, kv_dtype: str = "fp8") -> Fit:

@@ -120,11 +120,11 @@ def hybrid_config(shape: HybridShape) -> dict[str, Any]:
 
 def hybrid_tensors(shape: HybridShape) -> list[MappedTensor]:
     """Every tensor that a hybrid of this shape has."""
-    tensors = top_tensors(shape.dense, PREFIX, "minus_one")
+    tensors, orders = top_tensors(shape.dense, PREFIX, "minus_one"), _orders_of(shape)
     for layer in range(shape.dense.n_layers):
         gguf, hub = f"blk.{layer}.", f"{PREFIX}layers.{layer}."
         is_full = (layer + 1) % shape.attention_interval == 0
-        tensors += _attention(shape, gguf, hub) if is_full else _delta_net(shape, gguf, hub)
+        tensors += _attention(shape, gguf, hub) if is_full else _delta_net(shape, orders, gguf, hub)
         tensors += _around(shape, gguf, hub)
     if shape.n_mtp_layers:
         tensors += _mtp(shape, f"blk.{shape.dense.n_layers}.")
@@ -157,18 +157,31 @@ def _attention(shape: HybridShape, gguf: str, hub: str) -> list[MappedTensor]:
     ]
 
 
-def _delta_net(shape: HybridShape, gguf: str, hub: str) -> list[MappedTensor]:
+@dataclass(frozen=True)
+class _Orders:
+    """Orders that all Gated DeltaNet layers share. heads: [value heads]; rows: of z; joined: of q, k and v."""
+
+    heads: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    joined: npt.NDArray[np.int64]
+
+
+def _orders_of(shape: HybridShape) -> _Orders:
+    heads = value_head_order(shape.key_heads, shape.value_heads)
+    key_rows = 2 * shape.key_heads * shape.key_head_size
+    rows = (heads[:, None] * shape.value_head_size + np.arange(shape.value_head_size, dtype=np.int64)).reshape(-1)
+    return _Orders(heads, rows, np.concatenate([np.arange(key_rows, dtype=np.int64), key_rows + rows]))
+
+
+def _delta_net(shape: HybridShape, orders: _Orders, gguf: str, hub: str) -> list[MappedTensor]:
     hidden, at = shape.dense.hidden, f"{hub}linear_attn."
     heads, value_width = shape.value_heads, shape.value_heads * shape.value_head_size
-    key_rows = 2 * shape.key_heads * shape.key_head_size
-    order = value_head_order(shape.key_heads, heads)
-    value_rows = _rows_of_heads(order, shape.value_head_size)
-    joined_rows = np.concatenate([np.arange(key_rows, dtype=np.int64), key_rows + value_rows])
+    order, joined_rows = orders.heads, orders.joined
     columns = HeadOrder(order, shape.value_head_size)
     change: Change = "middle_axis"
     return [
         MappedTensor(f"{gguf}attn_qkv.weight", f"{at}in_proj_qkv.weight", (len(joined_rows), hidden), joined_rows),
-        MappedTensor(f"{gguf}attn_gate.weight", f"{at}in_proj_z.weight", (value_width, hidden), value_rows),
+        MappedTensor(f"{gguf}attn_gate.weight", f"{at}in_proj_z.weight", (value_width, hidden), orders.rows),
         MappedTensor(f"{gguf}ssm_alpha.weight", f"{at}in_proj_a.weight", (heads, hidden), order),
         MappedTensor(f"{gguf}ssm_beta.weight", f"{at}in_proj_b.weight", (heads, hidden), order),
         MappedTensor(f"{gguf}ssm_a", f"{at}A_log", (heads,), order, change="log_of_negative"),
@@ -205,7 +218,3 @@ def value_head_order(key_heads: int, value_heads: int) -> npt.NDArray[np.int64]:
     """
     stored = np.arange(value_heads, dtype=np.int64).reshape(value_heads // key_heads, key_heads)
     return stored.swapaxes(0, 1).reshape(-1)
-
-
-def _rows_of_heads(order: npt.NDArray[np.int64], head_rows: int) -> npt.NDArray[np.int64]:
-    return (order[:, None] * head_rows + np.arange(head_rows, dtype=np.int64)).reshape(-1)

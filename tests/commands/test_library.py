@@ -97,6 +97,7 @@ def test_a_model_from_pull_to_rm(run: Run, hub: FakeHub, tmp_path: Path) -> None
     pulled = document(run("pull", "t", "--drafter", "eagle3", "--json"))
     assert pulled["model_id"] == "tiny" and pulled["total_bytes"] > 1 << 19
     assert [each["model_id"] for each in pulled["drafters"]] == ["tiny.eagle3"]
+    assert len(document(run("show", "t", "--json"))["pinned_revisions"]["acme/tiny"]) == 40
     assert "already here" in run("pull", "tiny").stdout  # and now the mtp block, which this export lost
     row = document(run("ls", "--json"))[0]
     assert (row["id"], row["installed"], row["drafters"]) == ("tiny", True, ["eagle3", "mtp"])

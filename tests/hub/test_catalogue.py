@@ -164,3 +164,21 @@ def test_the_shipped_catalogue_keeps_its_promises() -> None:
         for drafter in model.drafters:
             if drafter.model is not None:
                 assert drafter.model in ids
+
+
+def test_every_shipped_entry_is_complete() -> None:
+    """What a first start, `show --fit` and `pull --drafter` rely on."""
+    shipped = load_catalogue()
+    for model in shipped.models:
+        assert model.base and model.licence and model.sources and model.sampling["default"], model.id
+        sizes = list(model.context_tokens)
+        assert model.context_tokens or not model.smallest_gpu_gib, model.id
+        assert not sizes or not model.smallest_gpu_gib or sizes[0] == model.smallest_gpu_gib, model.id
+        assert sorted(model.context_tokens.values()) == list(model.context_tokens.values()), model.id
+        assert model.verified == all(
+            isinstance(source, WheelSource) or bool(source.files) for source in model.sources
+        ), model.id
+    kinds = {drafter.kind for model in shipped.models for drafter in model.drafters}
+    assert kinds == {"mtp", "eagle3", "dflash", "dspark", "draft_model"}
+    repos = [s.repo for model in shipped.models for s in model.sources if isinstance(s, HubSource)]
+    assert len(repos) == len(set(repos)), "two entries for the same files"
