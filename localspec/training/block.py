@@ -20,9 +20,11 @@ from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_
 from localspec.drafters.dspark import read_head_shape
 from localspec.training.answers import Batch
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise, rotate
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
+START_SCALE = 0.25
+"""Of the final norm, relative to the target's: less certain than the target at the start."""
 ROW_WEIGHT = 0.8
 """Weight of each further position of a block, relative to the one before it."""
 CONFIDENCE_WEIGHT = 0.1
@@ -78,7 +80,7 @@ class BlockModule(nn.Module):
     def __init__(self, shape: BlockShape, vocabulary: DraftVocabulary, rank: int) -> None:
         super().__init__()
         hidden = shape.hidden_size
-        self.fc = Matrix(hidden, len(shape.layer_outputs) * shape.target_hidden_size)
+        self.fc = ScaledMatrix(hidden, len(shape.layer_outputs) * shape.target_hidden_size)
         self.hidden_norm, self.norm = RmsNorm(hidden, shape.norm_eps), RmsNorm(hidden, shape.norm_eps)
         self.layers = nn.ModuleList([_Layer(shape) for _ in shape.layers])
         self.lm_head = Matrix(vocabulary.size, hidden)
@@ -119,6 +121,7 @@ class TrainableBlock:
         self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
             self.net.lm_head.weight.copy_(target.head_rows(self._teacher.ids))
+            self.net.norm.weight.copy_(START_SCALE * target.norm_scale())
             self.net.fc.weight[:, -shape.target_hidden_size :] += torch.eye(shape.hidden_size, shape.target_hidden_size)
             if head is not None:
                 self.net.markov_head.markov_w2.weight.zero_()
@@ -217,6 +220,11 @@ class TrainableBlock:
         used = torch.ones_like(anchors, dtype=torch.bool)
         used[:, 1:] = anchors[:, 1:] != anchors[:, :-1]
         return _Places(anchors.clamp(max=batch.tokens.shape[1] - 1), used & (room > 0))
+
+    def fit_inputs(self, hiddens: Hiddens) -> None:
+        """See `TrainableDrafter.fit_inputs`."""
+        # The first token of a text gathers attention and is far larger than all others.
+        self.net.fc.fit_inputs(hiddens.taps[:, 1:])
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:

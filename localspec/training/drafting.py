@@ -97,6 +97,10 @@ class TrainableDrafter(Protocol):
     config: dict[str, Any]
     """config.json in the standard layout of its kind, without the form of the weights."""
 
+    def fit_inputs(self, hiddens: Hiddens) -> None:
+        """Choose the units in which the target's hiddens are read, from examples. Before training, once."""
+        ...
+
     def loss(self, batch: Batch, hiddens: Hiddens, generator: torch.Generator) -> Loss:
         """Of one batch; what is drawn at random comes from the generator (host)."""
         ...

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from localspec.drafters.eagle3 import Eagle3Shape, read_shape
 from localspec.training.answers import Batch
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise, rotate
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
 TRAINED_STEPS = 4
+START_SCALE = 0.5
+"""Of the final norm, relative to the target's: less certain than the target at the start."""
 STEP_WEIGHT = 0.85
 """Weight of each further step of the chain, relative to the one before it."""
 
@@ -49,7 +51,7 @@ class Eagle3Module(nn.Module):
     def __init__(self, shape: Eagle3Shape, draft_vocab_size: int) -> None:
         super().__init__()
         hidden = shape.hidden_size
-        self.fc = Matrix(hidden, len(shape.layer_outputs) * shape.target_hidden_size)
+        self.fc = ScaledMatrix(hidden, len(shape.layer_outputs) * shape.target_hidden_size)
         self.layers = nn.ModuleList([_Layer(shape)])
         self.norm = RmsNorm(hidden, shape.norm_eps)
         self.lm_head = Matrix(draft_vocab_size, hidden)
@@ -80,6 +82,7 @@ class TrainableEagle3:
         self._teacher = Teacher(target, vocabulary)
         with torch.no_grad():
             self.net.lm_head.weight.copy_(target.head_rows(self._teacher.ids))
+            self.net.norm.weight.copy_(START_SCALE * target.norm_scale())
             self.net.fc.weight[:, -shape.target_hidden_size :] += torch.eye(shape.hidden_size, shape.target_hidden_size)
         self.net.to(target.device)
         self._inv_freq = shape.inv_freq.to(target.device)
@@ -138,6 +141,11 @@ class TrainableEagle3:
             sum_of_shares += share
             share *= STEP_WEIGHT
         return Loss(total / sum_of_shares, parts)
+
+    def fit_inputs(self, hiddens: Hiddens) -> None:
+        """See `TrainableDrafter.fit_inputs`."""
+        # The first token of a text gathers attention and is far larger than all others.
+        self.net.fc.fit_inputs(hiddens.taps[:, 1:])
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:

@@ -41,13 +41,16 @@ def export(drafter: TrainableDrafter, folder: Path, form: Form = "bf16") -> None
 
 def drafter_tensors(drafter: TrainableDrafter, form: Form) -> dict[str, Tensor]:
     """Stored tensors by name, in host memory."""
-    matrices = {f"{name}.weight" for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
+    matrices = {f"{name}.weight": part for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in drafter.module.named_parameters():
-        value = parameter.detach().cpu()
-        if name not in matrices:
-            tensors[name] = value
-        elif form == "nvfp4" and value.shape[1] % 16 == 0:
+        part = matrices.get(name)
+        if part is None:
+            tensors[name] = parameter.detach().cpu()
+            continue
+        part.rounded = False
+        value = part.value().detach().cpu()
+        if form == "nvfp4" and part.can_round:
             found = quantise_nvfp4(value, "max")
             tensors |= {name: found.codes, f"{name}_scale": found.block_scale, f"{name}_scale_2": found.row_scale[0]}
         else:

@@ -217,6 +217,11 @@ class HybridTarget:
         return (rows if ids is None else rows[ids]).to(self.dtype)
 
     @torch.no_grad()
+    def norm_scale(self) -> Tensor:
+        """See `Target.norm_scale`."""
+        return self.module.norm.weight.float() + 1.0
+
+    @torch.no_grad()
     def go_on(self, tokens: Tensor, count: int) -> Tensor:
         """tokens [B, T] of equal length -> [B, T + count] greedily, reading the whole text again for each token."""
         head = self.head_rows(None)

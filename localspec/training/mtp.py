@@ -59,6 +59,7 @@ class TrainableMtp:
         with torch.no_grad():
             hidden = target.hidden_size
             self.net.fc.weight[:, hidden:] += torch.eye(hidden)
+            self.net.norm.weight.copy_(target.norm_scale() - 1.0)
         self.net.to(target.device)
         self._teacher = Teacher(target, self.vocabulary)
         self._inv_freq = self.shape.inv_freq.to(target.device)
@@ -106,6 +107,9 @@ class TrainableMtp:
             parts[f"step {step}"] = loss.detach()
             total = total + shares[step] * loss
         return Loss(total / sum(shares), parts)
+
+    def fit_inputs(self, hiddens: Hiddens) -> None:
+        """The block norms its inputs itself."""
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:

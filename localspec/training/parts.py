@@ -45,6 +45,34 @@ class Matrix(nn.Module):
         return functional.embedding(ids, self.value())
 
 
+class ScaledMatrix(Matrix):
+    """A matrix whose columns are trained in units of their inputs: it multiplies by weight * scale.
+
+    A few dims of a target's residual stream are hundreds of times larger than the others; trained as they are, they
+    would drown the rest, and rounded to four bits they would lose what they carry. So these are never rounded.
+    """
+
+    scale: Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns)
+        self.register_buffer("scale", torch.ones(columns), persistent=False)
+
+    @property
+    def can_round(self) -> bool:
+        """Never."""
+        return False
+
+    def value(self) -> Tensor:
+        """[N, K]."""
+        return self.weight * self.scale
+
+    def fit_inputs(self, inputs: Tensor) -> None:
+        """inputs: [..., K] examples; from now on the weight is in units of each column's root mean square."""
+        mean_square = inputs.detach().float().flatten(0, -2).square().mean(dim=0)
+        self.scale.copy_(mean_square.clamp(min=1e-8).rsqrt())
+
+
 class _Rounded(torch.autograd.Function):
     """Nearest NVFP4 values; the gradient is that of the identity."""
 

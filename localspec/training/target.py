@@ -52,6 +52,10 @@ class Target(Protocol):
         """[n, D] rows of the head for the ids, or all."""
         ...
 
+    def norm_scale(self) -> Tensor:
+        """[D] float32: what the final norm multiplies by."""
+        ...
+
 
 @dataclass(frozen=True)
 class DenseSizes:
@@ -170,6 +174,10 @@ class DenseTarget:
     def head_rows(self, ids: Tensor | None) -> Tensor:
         """See `Target.head_rows`."""
         return self.head if ids is None else self.head[ids]
+
+    def norm_scale(self) -> Tensor:
+        """See `Target.norm_scale`."""
+        return self.final_norm
 
     @torch.no_grad()
     def hiddens(self, tokens: Tensor, layer_outputs: tuple[int, ...]) -> Hiddens:

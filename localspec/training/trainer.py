@@ -22,13 +22,14 @@ from localspec.storage.safetensors import SafetensorsFile, TensorItem, write_saf
 from localspec.training.answers import AnswerStore, BatchPlan, epoch_batches
 from localspec.training.drafting import Tally, TrainableDrafter, walk
 from localspec.training.parts import set_rounding
-from localspec.training.target import Target
+from localspec.training.target import Hiddens, Target
 
 STATE_FILE = "training.safetensors"
 MEASURED_DEPTH = 4
 CALIBRATION_STEPS = 12
 BETAS = (0.9, 0.95)
 CLIP = 1.0
+FITTED_SEQUENCES = 16
 Report = Callable[[str], None]
 
 
@@ -88,6 +89,7 @@ class Trainer:
         on_card = target.device.type == "cuda"
         self._optimiser = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=BETAS, fused=on_card)
         self._epochs: dict[int, list[list[int]]] = {}
+        drafter.fit_inputs(self._examples())
         self.step, self.curve = 0, list[Point]()
 
     def run(self, report: Report) -> list[Point]:
@@ -191,6 +193,11 @@ class Trainer:
             loss = self.drafter.loss(batch, hiddens, generator)
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss.value.detach(), dict(loss.parts)
+
+    def _examples(self) -> Hiddens:
+        """Of the first few training answers."""
+        batch = self.store.batch(self._train[:FITTED_SEQUENCES], self.plan.batches.max_tokens, self.target.device)
+        return self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self._fused)

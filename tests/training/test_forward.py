@@ -61,6 +61,7 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
             if form == "bf16":
                 parameter.copy_(parameter.to(torch.bfloat16))
+    trained.fit_inputs(target.dense.hiddens(store.batch([1, 2], 64, CPU).tokens, trained.layer_outputs))
     set_rounding(trained.module, form == "nvfp4")
     export(trained, tmp_path / kind, "nvfp4" if form == "nvfp4" else "bf16")
     checkpoint = open_checkpoint(tmp_path / kind)
@@ -75,7 +76,7 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
         batch = store.batch([entry], 64, CPU)
         hiddens = target.dense.hiddens(batch.tokens, trained.layer_outputs)
         matches = trained.matches(batch, hiddens, 4)
-        for newest in range(start, len(tokens) - 5, 3):
+        for newest in range(start + entry, len(tokens) - 5, 7):
             session = Session(target.model, built)
             session.start(0, tokens[: newest + 1])
             drafts = session.propose([4]).token_ids[0].tolist()
@@ -88,4 +89,4 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
                 if not right:
                     break
             built.forget(0)
-    assert compared > 10
+    assert compared >= 8

@@ -1,0 +1,107 @@
+"""Training in small: it learns, it resumes bit for bit, and it refuses what does not belong together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from localspec.formats.checkpoint import read_config
+from localspec.training.answers import AnswerStore, BatchPlan, epoch_batches
+from localspec.training.drafting import DraftVocabulary
+from localspec.training.recipe import Recipe, train
+from localspec.training.trainer import Trainer, TrainPlan
+from tests.training.common import CPU, KINDS, TinyTarget, drafter, tiny_target, written
+
+pytestmark = pytest.mark.torch
+
+PLAN = TrainPlan(steps=12, batches=BatchPlan(600, 64, 5), measure_every=6, save_every=4, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
+    return tiny_target(tmp_path_factory.mktemp("target"), "qwen2", seed=2)
+
+
+@pytest.fixture(scope="module")
+def store(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> AnswerStore:
+    return written(target, tmp_path_factory.mktemp("store"), count=120, tokens=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_drafter_learns(kind: str, target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
+    recipe = Recipe(
+        kind, steps=40, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
+        mask_token_id=130, measure_every=20, save_every=40,
+    )  # fmt: skip
+    told: list[str] = []
+    found = train(recipe, target.dense, read_config(target.folder), store, tmp_path, told.append)
+    first, last = found.report["curve"][0], found.report["curve"][-1]
+    assert last["loss"] < first["loss"]
+    assert found.report["length"] > found.report["untrained_length"] + 0.05
+    assert len(told) == 2 and "acceptance length" in told[-1]
+    assert {each.name for each in tmp_path.iterdir()} >= {"config.json", "model.safetensors", "training.safetensors"}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_killed_run_ends_with_the_same_weights(
+    kind: str, target: TinyTarget, store: AnswerStore, tmp_path: Path
+) -> None:
+    def trainer(folder: Path) -> Trainer:
+        return Trainer(drafter(kind, target, range(0, 130, 2)), target.dense, store, PLAN, folder)
+
+    whole = trainer(tmp_path / "whole")
+    whole.run(lambda line: None)
+    killed = trainer(tmp_path / "killed")
+
+    def stop(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(stop)
+    again = trainer(tmp_path / "killed")
+    curve = again.run(lambda line: None)
+    assert again.step == 12 and 0 < killed.step < 12
+    for (name, expected), (_, found) in zip(
+        whole.drafter.module.named_parameters(), again.drafter.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, found), name
+    assert curve[-1].length == whole.curve[-1].length
+
+
+def test_a_checkpoint_of_another_plan_is_refused(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
+    made = drafter("eagle3", target, range(0, 130, 2))
+    Trainer(made, target.dense, store, replace(PLAN, steps=1), tmp_path).run(lambda line: None)
+    with pytest.raises(ValueError, match="another training"):
+        Trainer(made, target.dense, store, PLAN, tmp_path).run(lambda line: None)
+
+
+def test_batches_cover_an_epoch_once_and_stay_small(store: AnswerStore) -> None:
+    entries = store.select(held_out=False)
+    plan = BatchPlan(300, 64, 2)
+    batches = epoch_batches(store, entries, plan, 1)
+    assert sorted(entry for batch in batches for entry in batch) == entries.tolist()
+    assert batches == epoch_batches(store, entries, plan, 1) != epoch_batches(store, entries, plan, 2)
+    for batch in batches:
+        assert len(batch) == 1 or store.batch(batch, 64, CPU).tokens.numel() <= 300
+    assert not set(entries) & set(store.select(held_out=True))
+
+
+def test_the_vocabulary_holds_the_most_used_tokens(store: AnswerStore) -> None:
+    counts = store.counts(149)
+    found = DraftVocabulary.most_used(store, 149, 20, always=(7,))
+    assert found.ids is not None and 7 in found.ids.tolist() and found.size == 20
+    least = min(counts[each] for each in found.ids.tolist() if each != 7)
+    assert least >= max(counts[each] for each in range(149) if each not in found.ids.tolist())
+    assert torch.equal(found.ids, torch.arange(20) + found.offsets)
+    assert int(found.is_said.sum()) == 20
+
+
+def test_a_damaged_store_is_refused(store: AnswerStore, tmp_path: Path) -> None:
+    copy = AnswerStore(tmp_path)
+    assert len(copy) == 0
+    (tmp_path / "index.bin").write_bytes(bytes(8) + (99).to_bytes(8, "little") * 3)
+    with pytest.raises(ValueError, match="damaged"):
+        AnswerStore(tmp_path)
