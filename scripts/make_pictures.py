@@ -1,4 +1,4 @@
-"""Takes the pictures of the terminal app for the README: chat, draft view, narrow terminal, chats list, commands.
+"""Takes the pictures of the terminal app for the README: chat, panel, draft view, matrix, tuner, settings, lists.
 
 With --url or --recording the pictures show a real run, and the caption says of which model and machine. Without
 either they show the scripted engine, and the caption says that its figures are made up. --record keeps a real run,
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from textual.pilot import Pilot
+from textual.widgets import Input, Label, Select
 
 from localspec.api.engine import Engine
 from localspec.api.remote import RemoteEngine, RemoteSettings
@@ -35,7 +36,8 @@ ANSWERS = (
     "def add(a: int, b: int, c: int) -> int:\n    return a + b + c\n\n\nprint(add(2, 3, 4))  # 9\n```\n",
 )
 MADE_UP = "A scripted engine, no model: every figure in this picture is made up."
-WIDE, NARROW = (130, 40), (80, 24)
+WIDE, LOW, NARROW = (130, 40), (120, 26), (80, 24)
+MEASURED_WORK, MEASURED_DEPTHS, MEASURED_TOKENS = "editing", "4, 8", "48"
 
 Steps = Callable[[LocalspecApp, Pilot[None]], Awaitable[None]]
 
@@ -73,6 +75,25 @@ async def _take(app: LocalspecApp, out: Path, name: str) -> Path:
     return path
 
 
+def _say_caption(app: LocalspecApp, caption: str) -> None:
+    """A screen over the chat hides the chat's own caption: its title says the same."""
+    title = app.screen.query_one(".title", Label)
+    title.update(f"{str(title.render()).partition(':')[0]} · {caption}")
+
+
+async def _measure(app: LocalspecApp, pilot: Pilot[None]) -> None:
+    """The matrix of one kind of work, filled to the end. A table may have learnt the answers of the chat itself."""
+    await pilot.press("f3")
+    await pilot.pause(0.3)
+    screen = app.screen
+    screen.query_one("#prompts", Select).value = MEASURED_WORK
+    screen.query_one("#depths", Input).value = MEASURED_DEPTHS
+    screen.query_one("#tokens", Input).value = MEASURED_TOKENS
+    await pilot.press("f5")
+    await _wait(app, lambda: str(screen.query_one("#said", Label).render()).startswith(("Done", "Stopped")), 900)
+    await pilot.pause(0.3)
+
+
 async def take_pictures(engine: Engine, out: Path, caption: str, settings: ChatSettings) -> list[Path]:
     """All pictures of one run; the questions are asked once."""
     out.mkdir(parents=True, exist_ok=True)
@@ -87,12 +108,28 @@ async def take_pictures(engine: Engine, out: Path, caption: str, settings: ChatS
             await _ask(app, pilot, QUESTIONS[1], until_chars=90)
             made.append(await _take(app, out, "chat"))
             await _wait(app, lambda: not app.chat.busy, 600)
+            # The engine's figures come twice a second.
+            await pilot.pause(1.2)
+            made.append(await _take(app, out, "panel"))
             await pilot.press("ctrl+d")
             await pilot.pause(0.2)
             app.chat.transcript.follow()
             await pilot.pause(0.2)
             made.append(await _take(app, out, "drafts"))
-            await pilot.press("ctrl+d", "ctrl+r")
+            await pilot.press("ctrl+d")
+            await pilot.resize_terminal(*LOW)
+            await _measure(app, pilot)
+            _say_caption(app, caption)
+            await pilot.pause(0.2)
+            made.append(await _take(app, out, "matrix"))
+            await pilot.press("escape", "f4")
+            await pilot.pause(0.7)
+            _say_caption(app, caption)
+            await pilot.pause(0.2)
+            made.append(await _take(app, out, "tuner"))
+            await pilot.press("escape")
+            await pilot.resize_terminal(*WIDE)
+            await pilot.press("ctrl+r")
             await pilot.pause(0.5)
             made.append(await _take(app, out, "chats"))
             await pilot.press("escape", "/")

@@ -86,7 +86,7 @@ class Tuner:
         if drafter != "auto":
             limit = self.depth_limits.get(drafter, 0)
             self.chosen = drafter, min(depth if depth is not None else limit, limit)
-            self.reason = "chosen by hand"
+            self.reason = "chosen by hand" if request.drafter == "auto" else "named by the last request"
             return self.chosen
         bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
         method, best_depth = self._arm(sequence.phase, num_active, bucket)

@@ -58,7 +58,7 @@ def read_plan(form: BenchForm, prompts: Sequence[Prompt], drafters: Sequence[str
     names = [name.strip() for name in form.drafters.split(",") if name.strip() not in ("", OFF)]
     for name in names:
         if name != AUTO and not all(part in drafters for part in name.split("+")):
-            known = ", ".join((AUTO, *drafters))
+            known = ", ".join(dict.fromkeys((AUTO, *drafters)))
             raise SettingError(f"There is no drafter {name!r} here: use {known}, or a chain like a+b.")
     depths = sorted(_numbers(form.depths, "depths", 1, MAX_DEPTH))
     plan = BenchPlan(

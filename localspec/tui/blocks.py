@@ -20,8 +20,8 @@ _INDENTED = re.compile(r"\s")
 
 
 def markdown_parser() -> MarkdownIt:
-    """The dialect that answers are read in. HTML is shown as it is written, not interpreted."""
-    return MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+    """The dialect that answers are read in. HTML is shown as it is written, and a picture as a link to it."""
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("image")
 
 
 class BlockSplitter:

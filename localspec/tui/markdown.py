@@ -16,6 +16,7 @@ from rich.theme import Theme
 from textual.strip import Strip
 
 from localspec.tui.blocks import markdown_parser
+from localspec.tui.text import drawable
 from localspec.tui.wrap import wrap_text
 
 LABEL_STYLE = Style(dim=True)
@@ -102,7 +103,7 @@ class MarkdownRenderer:
 
     def render(self, block: str, width: int) -> list[Strip]:
         """Strips of a block, each at most `width` cells. One that cannot be drawn whole is shown as it was written."""
-        tokens = self._parser.parse(block)
+        tokens = self._parser.parse(drawable(block))
         if len(tokens) > RENDER_LIMIT_TOKENS or any(token.level > NESTING_LIMIT for token in tokens):
             return wrap_text(block, width)
         markdown = _Markdown(tokens, "monokai" if self.dark else "friendly")
@@ -118,21 +119,22 @@ class MarkdownRenderer:
         while end > start and not strips[end - 1].text.strip():
             end -= 1
         strips = strips[start:end]
-        # Too many columns or too deep a list for the width: the renderer drops what does not fit.
-        if any(strip.cell_length > width for strip in strips) or _letters(strips) < _wanted_letters(tokens):
+        if any(strip.cell_length > width for strip in strips) or _lacks("".join(s.text for s in strips), block, tokens):
             return wrap_text(block, width)
         return strips
 
 
-def _letters(strips: list[Strip]) -> int:
-    return sum(map(str.isalnum, "".join(strip.text for strip in strips)))
-
-
-def _wanted_letters(tokens: list[Token]) -> int:
+def _lacks(drawn: str, block: str, tokens: list[Token]) -> bool:
+    # Too many columns or too deep a list for the width: the renderer drops or cuts what does not fit. Letters, since
+    # lists have digits of their own.
     parts = [token.content for token in tokens if token.type in ("fence", "code_block")]
     inline = (child for token in tokens for child in token.children or ())
     parts += [child.content for child in inline if child.type in ("text", "code_inline")]
-    return sum(map(str.isalnum, "".join(parts)))
+    return drawn.count("…") > block.count("…") or _letters(drawn) < _letters("".join(parts))
+
+
+def _letters(text: str) -> int:
+    return sum(map(str.isalpha, text))
 
 
 @lru_cache(maxsize=1024)

@@ -81,7 +81,7 @@ def complete(line: str, *, models: Sequence[str] = (), drafters: Sequence[str] =
         ]
     choices: dict[str, Sequence[str]] = {
         "model": models,
-        "draft": ("auto", *drafters),
+        "draft": tuple(dict.fromkeys(("auto", *drafters))),
         "export": ("md", "json"),
         "think": ("on", "off", "auto"),
         "set": SETTING_NAMES,

@@ -149,7 +149,7 @@ class SlashRunner:
         depth_is_number = len(words) < 2 or words[1].isdecimal()
         if not 1 <= len(words) <= 2 or not depth_is_number:
             model = self._host.conversation.engine.model()
-            known = ", ".join(("auto", *(model.drafters if model else ("off",))))
+            known = ", ".join(dict.fromkeys(("auto", *(model.drafters if model else ("off",)))))
             raise SlashError(f"/draft needs one of {known}, and may be followed by a depth.")
         talk = self._host.conversation
         depth = int(words[1]) if len(words) == 2 else None

@@ -6,6 +6,13 @@ import math
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Signs whose cells no two terminals count alike: emoji joined to one picture, their forms and skin tones, signs that
+# are not seen. Without them a line is as wide as the sum of its characters, everywhere.
+_FICKLE = re.compile(
+    "[\u00ad\u061c\u200b\u200d-\u200f\u2060\ufe00-\ufe0f\ufeff\U0001f3fb-\U0001f3ff\U000e0000-\U000e01ef]"
+)
+# These turn the order of a line about, so that it reads as something else.
+_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
 _BARS = "▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
@@ -19,8 +26,13 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """The same for text that must stay on one line."""
-    return " ".join(clean(text).split()) if not text.isprintable() else text
+    """The same for text that must stay on one line, ready to be drawn."""
+    return drawable(" ".join(clean(text).split())) if not text.isprintable() else drawable(text)
+
+
+def drawable(text: str) -> str:
+    """Text of a line as every terminal draws it alike. For drawing only: what is copied and stored keeps all signs."""
+    return text if text.isascii() else _TURNING.sub("\ufffd", _FICKLE.sub("", text))
 
 
 def number_of(value: object) -> float:

@@ -14,7 +14,7 @@ from localspec.tui.text import bar, clean_line, short_count
 _TITLE = Style(bold=True)
 _DIM = Style(dim=True)
 _BAR = Style(color="#5c9df5")
-_NAME_CELLS = 18
+_NAME_CELLS = 20
 HOW = (
     "The tuner weighs drafters by expected tokens a second: 1 plus the chances that each guess is kept, divided by the "
     "milliseconds of such a step, both measured here while answers are written. It keeps the best, apart for each kind "
@@ -59,7 +59,9 @@ def _choice_lines(choice: TunerChoice, width: int) -> Iterator[Text]:
 
 
 def _candidate_line(candidate: Candidate, is_chosen: bool, top: float, width: int) -> Text:
-    name = _method(candidate.drafter, candidate.depth)[:_NAME_CELLS]
+    depth = f" {candidate.depth}" if candidate.depth and candidate.drafter != "off" else ""
+    # A name may be cut, a figure may not.
+    name = clean_line(candidate.drafter)[: _NAME_CELLS - 1 - len(depth)] + depth
     figures = f"{candidate.tok_per_s:>8.1f} tok/s"
     step = f"  {candidate.tokens_per_step:.2f} tokens in {candidate.step_ms:.1f} ms"
     age = freshness(candidate)
@@ -68,9 +70,9 @@ def _candidate_line(candidate: Candidate, is_chosen: bool, top: float, width: in
     if room >= len(step):
         figures, room = figures + step, room - len(step)
     room = min(16, room)
-    line = Text("● " if is_chosen else "  ", style="bold" if is_chosen else "")
+    line = Text("● " if is_chosen else "  ")
     line.append(f"{name:<{_NAME_CELLS}}", style_of(candidate.drafter) if candidate.drafter != "off" else "")
-    line.append(figures)
+    line.append(figures, _TITLE if is_chosen else "")
     if room >= 6:
         line.append(f" {bar(candidate.tok_per_s / top if top else 0.0, room)}", _BAR)
     line.append(f"  {age}", _DIM)

@@ -12,6 +12,8 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from localspec.tui.text import drawable
+
 Run = tuple[str, Style | None]
 
 TAB_SIZE = 4
@@ -82,7 +84,7 @@ def _wrap_wide(runs: tuple[Run, ...], width: int) -> tuple[Strip, ...]:
     # Wide and combining characters, and tabs: rich knows their cells.
     text = Text(tab_size=TAB_SIZE)
     for part, style in runs:
-        text.append(part, style)
+        text.append(drawable(part), style)
     lines = text.wrap(_CONSOLE, width, overflow="fold", tab_size=TAB_SIZE)
     strips = []
     for line in lines:

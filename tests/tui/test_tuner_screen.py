@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,15 @@ def test_a_choice_is_told_with_reason_rates_and_age() -> None:
         "Now: ngram+mtp 6  measured ×2.04 of plain",
         "thinking, 2 at once, context from 4.1k",
         "511 decisions in this run · tries ngram in 40 steps",
-        "● ngram+mtp 6           81.5 tok/s  3.10 tokens in 38.0 ms",
+        "● ngram+mtp 6             81.5 tok/s  3.10 tokens in 38.0 ms",
         "410 steps, 2 ago",
         "by its neighbours, 77 ago",
         "120 steps, earlier run",
     ):
         assert part in text, part
     assert text.count("●") == 1
+    long = Candidate("ngram_disk+ngram+mtp", 12, 9.0)
+    assert "ngram_disk+ngram 12" in lines_of(TunerReport(choices=(replace(CHOICE, candidates=(long,)),)))
 
 
 def test_words_where_nothing_is_known_or_chosen_by_hand() -> None:

@@ -23,6 +23,7 @@ from localspec.matrix.prompts import Prompt
 from localspec.matrix.table import Key, key_of
 from localspec.matrix.workloads import WORKLOADS
 from localspec.tui.bench_run import (
+    AUTO,
     BUILT_IN,
     THIS_CHAT,
     BenchForm,
@@ -188,7 +189,7 @@ class BenchScreen(LargeScreen[None]):
         ended = "Stopped."
         try:
             self._mark_running(0)
-            self._say(f"Measuring {len(self._state.keys)} cells. Esc stops it.")
+            self._say(f"Measuring {len(self._state.keys)} cells. Esc stops it.{self._caution()}")
             await run_bench(self._talk.engine, plan, self._take)
             ended = "Done."
         except EngineError as error:
@@ -242,9 +243,9 @@ class BenchScreen(LargeScreen[None]):
         if drafter == AS_IT_IS:
             self._say(f"{ended} This server chooses its drafter itself.".strip())
             return
-        name = f"{drafter} at depth {depth}" if drafter != OFF else "plain decoding"
+        name = f"{drafter} at depth {depth}" if depth else "plain decoding" if drafter == OFF else drafter
         differing = sum(cell.differs_from_off or 0 for cell in self._state.cells)
-        words = f"{ended} Best: {name}, ×{gain:.2f}. F6 uses the row under the cursor.".strip()
+        words = f"{ended} Best: {name}, ×{gain:.2f}. F6 uses the row under the cursor.{self._caution()}".strip()
         self._say(words + (f" {differing} tokens differ from plain decoding." if differing else ""))
         row = next(i for i, key in enumerate(self._state.keys) if key[1:3] == (drafter, depth))
         self._table.move_cursor(row=row)
@@ -281,6 +282,12 @@ class BenchScreen(LargeScreen[None]):
         model = self._talk.engine.model()
         names = [name for name in (model.drafters if model else ()) if name != OFF]
         return BenchForm(THIS_CHAT if self._prompts() else BUILT_IN, ", ".join(names))
+
+    def _caution(self) -> str:
+        """Answers that a chat got already may have been learnt since; asking for them again flatters the table."""
+        tables = any("ngram_disk" in key[1] or key[1] == AUTO for key in self._state.keys)
+        own = any(key[0] == THIS_CHAT for key in self._state.keys)
+        return " A table that has learnt this chat's answers looks better here than it is." if tables and own else ""
 
     def _prompts(self) -> tuple[Prompt, ...]:
         return chat_prompts(self._talk.messages, self._talk.system_prompt)

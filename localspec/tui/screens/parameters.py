@@ -53,7 +53,7 @@ class ParametersScreen(LargeScreen[Parameters | None]):
     def compose(self) -> ComposeResult:
         settings = self._given.settings
         thinking = next(name for name, value in _THINKING.items() if value == settings.thinking)
-        drafters = ("auto", *(self._model.drafters if self._model else ("off",)))
+        drafters = dict.fromkeys(("auto", *(self._model.drafters if self._model else ("off",))))
         presets, prompts = (_OWN, *self._presets), tuple(self._given.saved_prompts)
         with Vertical():
             with VerticalScroll():
