@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.style import Style
 
 from localspec.api.types import Delta, Done, Phase, Prefill, Queued, Span, Timings, Usage
 from localspec.chats import Stored
 from localspec.tui.answer import Answer
-from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.draft_view import draft_runs, draft_summary
+from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.message_lines import Look, MessageLines, answer_figures
 from localspec.tui.origins import style_of
 from localspec.tui.wrap import wrap_runs, wrap_text
@@ -168,3 +170,32 @@ def test_drafters_can_be_told_apart_without_colour() -> None:
     assert len(set(looks.values())) == len(names)
     assert style_of("table:own") == style_of("ngram_disk")
     assert style_of("a drafter of elsewhere") == style_of("a drafter of elsewhere") != style_of("target")
+
+
+_SIGNS = [
+    "a", " ", "中", "é", "👩", "\u200d", "🚀", "👨\u200d👩\u200d👧", "\ufe0f", "⚠", "🏽", "🇩", "🇪", "1\ufe0f\u20e3",
+    "\u00ad", "\u202e", "\u2066", "\u200b", "\ufeff", "\U000e0041", "ש", "\t", "ｶﾞ", "क्\u200dष",
+]  # fmt: skip
+ODD = st.lists(st.sampled_from(_SIGNS), max_size=30).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ODD | st.text(), st.integers(8, 40), st.booleans())
+def test_every_terminal_counts_the_cells_of_a_line_alike(text: str, width: int, is_answer: bool) -> None:
+    message = Stored("assistant", text) if is_answer else Stored("user", text)
+    for strip in MessageLines(message).strips(Look(width, LOOK.renderer)):
+        assert sum(map(cell_len, strip.text)) == strip.cell_length <= width
+        assert not re.search("[\u202a-\u202e\u2066-\u2069\ufe0f\u00ad]", strip.text)
+
+
+def test_what_is_copied_keeps_every_sign() -> None:
+    text = "👩🏽\u200d🚀 ⚠\ufe0f"
+    (block,) = MessageLines(Stored("assistant", text)).blocks(LOOK)
+    assert block.text == text
+    assert lines(Stored("assistant", text))[1] == "👩🚀 ⚠"
+
+
+def test_a_picture_is_a_link_in_its_place() -> None:
+    assert (
+        lines(Stored("assistant", "See ![the map](http://x/y.png) here."))[1] == "See !the map (http://x/y.png) here."
+    )
