@@ -95,6 +95,7 @@ class Settings:
     in_tmux: bool = False
     term: str | None = None
     color_term: str | None = None
+    term_program: str | None = None
 
 
 def prepare_process() -> None:
@@ -126,6 +127,7 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
         in_tmux=bool(env.get("TMUX")),
         term=env.get("TERM"),
         color_term=env.get("COLORTERM"),
+        term_program=env.get("TERM_PROGRAM") or ("Windows Terminal" if env.get("WT_SESSION") else None),
     )
 
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import shutil
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
-from localspec.commands.common import installed_ids, print_json, settings
+from localspec.cache.spill import INDEX_NAME
+from localspec.commands.common import catalogue, installed_ids, print_json, settings
 from localspec.commands.options import json_option
-from localspec.config import DEFAULT_PORT, DEMO_MODEL_ID
+from localspec.config import DEFAULT_PORT, Settings
+
+if TYPE_CHECKING:
+    from localspec.hub.doctor import SelfTest
 
 
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Check driver, cards, memory, disk, models, port and terminal. Exit code 3: this machine cannot."""
-    from localspec.hub.doctor import DoctorInput, TerminalFacts, examine
+    """Check driver, cards, memory, compiler, kernels, disk, models, chats, port and terminal. Nothing is sent anywhere.
+
+    Exit code 0: nothing failed, though there may be warnings. 1: something failed that can be mended. 3: this machine
+    cannot run what is installed.
+    """
+    from localspec.hub.doctor import DoctorInput, examine
+    from localspec.hub.doctor_terminal import TerminalFacts
 
     config = settings()
     size = shutil.get_terminal_size()
@@ -34,8 +47,14 @@ def doctor(as_json: bool) -> None:
                 term=config.term,
                 color_term=config.color_term,
                 inside_tmux=config.in_tmux,
+                program=config.term_program,
+                over_ssh=config.over_ssh,
+                encoding=sys.stdout.encoding or "unknown",
             ),
-            wants_gpu=any(model_id != DEMO_MODEL_ID for model_id in installed_ids(config)),
+            wants_gpu=_wants_gpu(config),
+            self_test=_self_test(),
+            chats_file=config.paths.chats_file,
+            kv_index_file=config.paths.kv_dir / INDEX_NAME,
         )
     )
     if as_json:
@@ -43,6 +62,38 @@ def doctor(as_json: bool) -> None:
     else:
         for check in report.checks:
             click.echo(f"{check.status:8} {check.name:22} {check.finding}")
-            if check.advice:
+            if check.advice and check.status != "ok":
                 click.echo(f"{'':31} {check.advice}")
     raise SystemExit(report.exit_code)
+
+
+def _wants_gpu(config: Settings) -> bool:
+    """Whether something is installed that should run on a card only."""
+    from localspec.hub.records import HubError
+    from localspec.hub.suits import meant_for_card
+
+    try:
+        known = catalogue(config)
+    except HubError as error:
+        click.echo(f"localspec: {error}", err=True)
+        return False
+    return any(meant_for_card(known, name, config.paths.models_dir / name) for name in installed_ids(config))
+
+
+def _self_test() -> Callable[[], SelfTest] | None:
+    """The kernels' own test on the first card, where this version brings one."""
+    if importlib.util.find_spec("localspec.kernels.self_test") is None:
+        return None
+
+    def run() -> SelfTest:
+        import torch
+
+        from localspec.hub.doctor import SelfTest
+        from localspec.kernels.table import choose
+
+        module = importlib.import_module("localspec.kernels.self_test")
+        ops, _ = choose("cuda")
+        report = module.run(ops, torch.device("cuda"))
+        return SelfTest(str(report.summary), tuple(str(failure) for failure in report.failures))
+
+    return run

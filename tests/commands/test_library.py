@@ -193,3 +193,24 @@ def test_an_imported_model_is_shown_too(run: Run, hub: FakeHub, tmp_path: Path) 
     shown = document(run("show", "own", "--fit", "--json"))
     assert shown["architecture"] == "qwen3_5" and shown["source"].startswith("imported from")
     assert len(shown["fit"]) == len(budget.SOLD_SIZES_GIB)
+
+
+@pytest.mark.torch
+def test_doctor_s_exit_codes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 with warnings at most, 1 for what can be mended, 3 for a machine that cannot run what is installed."""
+    monkeypatch.setattr("localspec.hub.doctor.read_gpus", lambda: GpuReading(problem="no NVIDIA driver is installed"))
+    monkeypatch.setattr("localspec.hub.doctor_places.SPEED_TEST_BYTES", 1 << 20)
+    report = document(run("doctor", "--json"))
+    by_name = {check["name"]: check for check in report["checks"]}
+    assert report["exit_code"] == 0 and by_name["gpu driver"]["status"] == "skipped"
+    assert {"torch", "compiler", "kernel self-test", "disk speed", "models", "chats", "port", "terminal"} <= set(
+        by_name
+    )
+    chats = tmp_path / "home" / "chats.sqlite3"
+    chats.write_bytes(b"not a database" * 100)
+    damaged = document(run("doctor", "--json", exit_code=1))
+    assert [check["name"] for check in damaged["checks"] if check["status"] == "failed"] == ["chats"]
+    chats.unlink()
+    run("pull", "tiny", "--drafter", "none")  # its catalogue entry needs a card of 8 GB
+    cannot = run("doctor", exit_code=3).stdout
+    assert "failed   gpu driver" in cannot and "reboot" in cannot

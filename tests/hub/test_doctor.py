@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from localspec.hub import doctor
-from localspec.hub.doctor import Check, DoctorInput, Report, TerminalFacts
+from localspec.hub import doctor, doctor_places
+from localspec.hub.doctor import DoctorInput, SelfTest
+from localspec.hub.doctor_report import Check, Report
+from localspec.hub.doctor_terminal import TerminalFacts
 from localspec.hub.gpus import Gpu, GpuProcess, GpuReading
 
 GIB = 2**30
@@ -70,35 +72,35 @@ def test_port_in_use_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        check = doctor.check_port("127.0.0.1", taken.getsockname()[1])
+        check = doctor_places.check_port("127.0.0.1", taken.getsockname()[1])
     assert check.status == "warning" and "cannot be opened" in check.finding
-    assert doctor.check_port("127.0.0.1", 0).status == "ok"
+    assert doctor_places.check_port("127.0.0.1", 0).status == "ok"
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = doctor.check_disk_speed(tmp_path, 2 << 20)
+    check = doctor_places.check_disk_speed(tmp_path, 2 << 20)
     assert "GB/s" in check.finding and check.status in ("ok", "warning")
     assert list(tmp_path.iterdir()) == []
-    assert doctor.check_disk_space(tmp_path).status in ("ok", "failed")
-    monkeypatch.setattr(doctor, "LEAST_FREE_DISK_BYTES", 1 << 60)
-    full = doctor.check_disk_space(tmp_path)
+    assert doctor_places.check_disk_space(tmp_path).status in ("ok", "failed")
+    monkeypatch.setattr(doctor_places, "LEAST_FREE_DISK_BYTES", 1 << 60)
+    full = doctor_places.check_disk_space(tmp_path)
     assert full.status == "failed" and full.machine
     (tmp_path / "file").write_text("")
-    assert doctor.check_disk_speed(tmp_path / "file").status == "failed"
+    assert doctor_places.check_disk_speed(tmp_path / "file").status == "failed"
 
 
 def test_privacy(tmp_path: Path) -> None:
-    assert doctor.check_private(tmp_path / "absent").status == "skipped"
+    assert doctor_places.check_private(tmp_path / "absent").status == "skipped"
     tmp_path.chmod(0o700)
-    assert doctor.check_private(tmp_path).status == "ok"
+    assert doctor_places.check_private(tmp_path).status == "ok"
     tmp_path.chmod(0o755)
-    assert doctor.check_private(tmp_path).advice == f"run: chmod 700 {tmp_path}"
+    assert doctor_places.check_private(tmp_path).advice == f"run: chmod 700 {tmp_path}"
 
 
 def test_models_with_problems(tmp_path: Path) -> None:
-    assert doctor.check_models(tmp_path).status == "warning"
+    assert doctor_places.check_models(tmp_path).status == "warning"
     (tmp_path / "models" / "broken").mkdir(parents=True)
-    check = doctor.check_models(tmp_path)
+    check = doctor_places.check_models(tmp_path)
     assert check.status == "failed" and check.finding.startswith("broken: ")
 
 
@@ -110,6 +112,13 @@ def test_models_with_problems(tmp_path: Path) -> None:
         (dataclasses.replace(GOOD_TERMINAL, columns=79), "warning", "79x40"),
         (dataclasses.replace(GOOD_TERMINAL, term="dumb"), "warning", "dumb"),
         (dataclasses.replace(GOOD_TERMINAL, is_terminal=False), "skipped", "not a terminal"),
+        (
+            dataclasses.replace(GOOD_TERMINAL, program="WezTerm"),
+            "ok",
+            "WezTerm (xterm-256color), 120x40, true colour",
+        ),
+        (dataclasses.replace(GOOD_TERMINAL, term="linux"), "ok", "some keys alike, clipboard unknown"),
+        (dataclasses.replace(GOOD_TERMINAL, encoding="ANSI_X3.4-1968"), "warning", "xterm-256color"),
     ],
 )
 def test_terminal(terminal: TerminalFacts, status: str, words: str) -> None:
@@ -118,23 +127,71 @@ def test_terminal(terminal: TerminalFacts, status: str, words: str) -> None:
 
 
 def test_self_test_results() -> None:
-    def explode() -> tuple[str, ...]:
+    def explode() -> SelfTest:
         raise RuntimeError("illegal instruction")
 
     assert doctor.check_self_test(None).status == "skipped"
-    assert doctor.check_self_test(lambda: ()).status == "ok"
-    assert doctor.check_self_test(lambda: ("linear differs",)).finding == "linear differs"
+    assert doctor.check_self_test(lambda: SelfTest("12 kernels agree")).finding == "12 kernels agree"
+    wrong = doctor.check_self_test(lambda: SelfTest("", ("linear differs", "gdn differs")))
+    assert (wrong.status, wrong.finding) == ("failed", "linear differs; gdn differs") and "--device cpu" in wrong.advice
     assert "illegal instruction" in doctor.check_self_test(explode).finding
+
+
+@pytest.mark.torch
+def test_torch_against_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor.check_torch(reading(), wants_gpu=True).status == "ok"
+    old = dataclasses.replace(reading(), cuda_version="12.8")
+    check = doctor.check_torch(old, wants_gpu=True)
+    assert check.status == "failed" and "CUDA up to 12.8" in check.finding and "driver" in check.advice
+    assert doctor.check_torch(old, wants_gpu=False).status == "warning"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "reboot" in doctor.check_torch(reading(), wants_gpu=True).advice
+
+
+def test_compiler_and_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.check_compiler(has_gpu=True).status == "failed" and "gcc" in doctor.check_compiler(True).advice
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert "python3-dev" in doctor.check_compiler(has_gpu=True).advice
+    assert doctor.check_compiler(has_gpu=False).status == "warning"
+
+
+def test_databases(tmp_path: Path) -> None:
+    import sqlite3
+
+    path = tmp_path / "chats.sqlite3"
+    assert doctor_places.check_database("chats", path, "").status == "ok"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE t (x TEXT)")
+        db.executemany("INSERT INTO t VALUES (?)", [("y" * 500,)] * 200)
+    db.close()
+    assert "is whole" in doctor_places.check_database("chats", path, "").finding
+    raw = path.read_bytes()
+    path.write_bytes(raw[:8192] + b"\xff" * 4096 + raw[12288:])
+    check = doctor_places.check_database("chats", path, "mend it")
+    assert check.status == "failed" and check.advice == "mend it"
+    path.write_bytes(b"no database at all")
+    assert doctor_places.check_database("chats", path, "").status == "failed"
 
 
 @pytest.mark.torch
 def test_whole_examination(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    given = DoctorInput(tmp_path, tmp_path / "cache", "127.0.0.1", 0, GOOD_TERMINAL, wants_gpu=False)
+    given = DoctorInput(
+        tmp_path, tmp_path / "cache", "127.0.0.1", 0, GOOD_TERMINAL, wants_gpu=False,
+        self_test=lambda: pytest.fail("there is no card to test"), chats_file=tmp_path / "chats.sqlite3",
+        kv_index_file=tmp_path / "cache" / "index",
+    )  # fmt: skip
     report = doctor.examine(given, lambda: GpuReading(problem="no NVIDIA driver is installed"))
     assert report.exit_code == 0
     names = [check.name for check in report.checks]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 14
     json.dumps(dataclasses.asdict(report))
     assert all(check.advice for check in report.checks if check.status in ("failed", "warning"))
 
