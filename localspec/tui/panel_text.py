@@ -217,8 +217,8 @@ def _memory_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
     total = sum(now.memory_bytes.values())
     for name, size_bytes in now.memory_bytes.items():
         if size_bytes:
-            share = (bar(size_bytes / total, max(1, width - 20)), _BAR)
-            yield Text.assemble(f"{clean_line(name)[:8]:<8} ", share, f" {bytes_text(size_bytes):>9}")
+            share = (bar(size_bytes / total, max(1, width - 21)), _BAR)
+            yield Text.assemble(f"{clean_line(name)[:9]:<9} ", share, f" {bytes_text(size_bytes):>9}")
 
 
 def _request_lines(state: PanelState) -> Iterator[Text]:

@@ -83,7 +83,7 @@ def test_disk_rate_prefers_what_is_read_now() -> None:
     assert disk_rate({}, {}) == ""
 
 
-@pytest.mark.parametrize("names", [("off", "ngram", "mtp", "ngram"), ("auto", "x\x1b[2J")])
+@pytest.mark.parametrize("names", [("off", "ngram", "mtp", "ngram+mtp"), ("auto", "x\x1b[2J")])
 def test_the_legend_names_each_drafter_once_in_its_own_style(names: tuple[str, ...]) -> None:
     text = legend_text(names)
     assert text.plain.startswith("model  ") and "off" not in text.plain and "auto" not in text.plain

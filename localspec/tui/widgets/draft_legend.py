@@ -29,7 +29,8 @@ def legend_text(drafters: Iterable[str]) -> Text:
     """The model's own text is plain; a refused draft is a marked character and a count at the line's end."""
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("model", style_of(TARGET))
-    for name in dict.fromkeys(drafters):
+    # Text that a chain drafted is marked as that of the member it came from.
+    for name in dict.fromkeys(part for drafter in drafters for part in drafter.split("+")):
         if name not in ("off", "auto"):
             text.append("  ")
             text.append(clean_line(name), style_of(name))
