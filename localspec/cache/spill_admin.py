@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,11 @@ class SpillAdmin:
         """Of the disk that holds the cache."""
         return shutil.disk_usage(self.folder).free
 
+    def written_today_bytes(self) -> int:
+        """Bytes written since midnight UTC, by every engine on this directory."""
+        today = int(time.time() // 86400)
+        return self._index.counter("day_bytes") if self._index.counter("day") == today else 0
+
     def remove_chat(self, chat_id: str) -> int:
         """Delete what only this chat used; returns the number of blocks."""
         removed = remove_with_dependants(self._index, self._files, self._index.of_chat(chat_id))
@@ -97,8 +103,10 @@ class SpillAdmin:
         """Delete everything; returns the bytes that were indexed."""
         stored_bytes = self._index.total_bytes()
         with self._index.transaction() as db:
-            for table in ("block", "chat", "segment_ids", "counter"):
+            for table in ("block", "chat", "segment_ids"):
                 db.execute(f"DELETE FROM {table}")
+            # What was written today stays written: the disk has worn by it.
+            db.execute("DELETE FROM counter WHERE name NOT IN ('day', 'day_bytes')")
         self._files.sweep(())
         # Deleted rows would stay readable in the file's free pages: they hold token ids.
         self._index.connection().execute("VACUUM")

@@ -40,19 +40,20 @@ def cache_df(as_json: bool) -> None:
     admin = _open()
     models = admin.models() if admin is not None else []
     free_bytes = admin.free_bytes() if admin is not None else None
+    written_bytes = admin.written_today_bytes() if admin is not None else 0
     if as_json:
         fields = ("model_id", "stored_bytes", "num_blocks", "prefill_tok_per_s", "read_bytes_per_s")
         rows = [
             {"cache": row.fingerprint.hex()[:12], **{name: getattr(row, name) for name in fields}} for row in models
         ]
-        print_json({"models": rows, "free_bytes": free_bytes})
+        print_json({"models": rows, "free_bytes": free_bytes, "written_today_bytes": written_bytes})
         return
     for row in models:
         click.echo(
             f"{row.model_id:<24} {row.fingerprint.hex()[:12]}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}"
         )
     total_bytes = sum(row.stored_bytes for row in models)
-    rest = f", {gib(free_bytes)} free on the disk" if free_bytes is not None else ""
+    rest = f", {gib(free_bytes)} free on the disk, {gib(written_bytes)} written today" if free_bytes is not None else ""
     click.echo(f"total {gib(total_bytes)}{rest}")
 
 

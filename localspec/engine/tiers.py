@@ -112,6 +112,17 @@ class HostAndDisk(NoTiers):
     def restoring(self) -> bool:
         return self._restoring > 0
 
+    @property
+    def store(self) -> SpillStore | None:
+        """The disk's part; None where it cannot be used."""
+        return self._store
+
+    @property
+    def num_waiting(self) -> int:
+        """Finished turns that are not yet where they are to be kept."""
+        with self._lock:
+            return len(self._waiting)
+
     def start(self, call: Call) -> None:
         self._call = call
         self._restorer = Restorer(self._store, self._pool, self._copies.with_own_stream(), self._scheduler, call)

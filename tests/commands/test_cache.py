@@ -27,7 +27,7 @@ def call(*words: str, code: int = 0) -> str:
 
 def test_nothing_cached(home: Path) -> None:
     assert json.loads(call("ls", "--json")) == []
-    assert json.loads(call("df", "--json")) == {"models": [], "free_bytes": None}
+    assert json.loads(call("df", "--json")) == {"models": [], "free_bytes": None, "written_today_bytes": 0}
     assert json.loads(call("verify", "--json"))["num_blocks"] == 0
     assert json.loads(call("wipe", "--yes", "--json")) == {"deleted_bytes": 0}
     call("rm", "x", code=1)
@@ -42,6 +42,8 @@ def test_see_check_and_delete(home: Path) -> None:
     assert "chat-1" in call("ls") and "some-model" in call("df")
     [model] = json.loads(call("df", "--json"))["models"]
     assert model["stored_bytes"] == store.index.total_bytes() and model["num_blocks"] == 5
+    written = json.loads(call("df", "--json"))["written_today_bytes"]
+    assert written == store.index.total_bytes() and "written today" in call("df")
     block = store.lookup(ids_of(2, 300)).segments[0]
     data = bytearray(store.path(block).read_bytes())
     data[5000] ^= 4
@@ -58,6 +60,7 @@ def test_see_check_and_delete(home: Path) -> None:
     call("wipe", code=1)
     assert json.loads(call("wipe", "--yes", "--json"))["deleted_bytes"] > 0
     assert not list((home / "cache").rglob("*.blk"))
+    assert json.loads(call("df", "--json"))["written_today_bytes"] > written, "the disk has worn by it"
 
 
 def test_an_index_beyond_repair_can_be_wiped(home: Path) -> None:
