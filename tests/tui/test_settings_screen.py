@@ -11,7 +11,9 @@ from textual.widgets import Input, Select, TextArea
 
 from localspec.api.engine import DrafterChoice
 from localspec.api.library import LibraryModel
+from localspec.api.scripted import Script, ScriptedEngine
 from localspec.api.scripted_library import ScriptedLibrary
+from localspec.api.types import MetricsSnapshot
 from localspec.tui.app import LocalspecApp
 from localspec.tui.drafter_choice import read_choice
 from localspec.tui.options import ChatSettings
@@ -86,6 +88,34 @@ async def test_drafter_and_depth_are_shown_chosen_and_given_again_after_a_restar
     async with started(asked, tmp_path, settings=ChatSettings(drafter="off")) as (app, pilot):
         await pilot.pause(0.2)
         assert not (await asked.explain()).by_hand, "the command line wins"
+
+
+class Restarting(ScriptedEngine):
+    """Forgets its choice and is away for a while."""
+
+    is_away = False
+
+    def metrics(self) -> MetricsSnapshot:
+        return MetricsSnapshot(stage="starting") if self.is_away else super().metrics()
+
+    async def restart(self) -> None:
+        self.is_away = True
+        await self.choose_drafter(DrafterChoice("auto"))
+
+
+async def test_an_engine_that_was_started_anew_gets_the_choice_again(tmp_path: Path) -> None:
+    engine = Restarting(Script())
+    async with started(engine, tmp_path) as (app, pilot):
+        app.chat.sample()
+        app.chat.prompt.put("/draft ngram 2")
+        await pilot.press("enter")
+        await until(lambda: engine.metrics().depth == 2)
+        await engine.restart()
+        app.chat.sample()
+        engine.is_away = False
+        assert not (await engine.explain()).by_hand
+        app.chat.sample()
+        await until(lambda: engine.metrics().depth == 2)
 
 
 async def test_system_prompts_are_saved_by_name_used_and_removed(tmp_path: Path) -> None:

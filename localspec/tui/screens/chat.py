@@ -16,7 +16,7 @@ from textual.widgets import Footer, Label, TextArea
 from localspec.api.library import ModelLibrary
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
-from localspec.tui.attachments import AttachmentError, Attachments, fenced, read_file
+from localspec.tui.attachments import AttachmentError, fenced, read_file
 from localspec.tui.conversation import Conversation
 from localspec.tui.drafter_choice import choose_again
 from localspec.tui.engine_notices import EngineNotices
@@ -26,6 +26,7 @@ from localspec.tui.screens.answering import Answering
 from localspec.tui.screens.browse import Browser
 from localspec.tui.screens.chat_keys import KEYS
 from localspec.tui.screens.copier import Copier
+from localspec.tui.screens.drafts import Drafts
 from localspec.tui.screens.help import HelpScreen
 from localspec.tui.screens.message_actions import MessageActions
 from localspec.tui.slash import SlashError, read_slash
@@ -63,7 +64,7 @@ class ChatScreen(Screen[None]):
         self._browser = Browser(self, library)
         self._message_actions = MessageActions(self)
         self._copier = Copier(self)
-        self._attachments = Attachments()
+        self._drafts = Drafts(self)
 
     def compose(self) -> ComposeResult:
         # No containers: each one would be drawn again below every change of the transcript.
@@ -121,7 +122,7 @@ class ChatScreen(Screen[None]):
         elif self.busy:
             self.tell("An answer is being written: Esc stops it, then send again.", error=True)
         else:
-            await self._try(self._send(self._attachments.expand(text[1:] if text.startswith("//") else text)))
+            await self._try(self._send(self._drafts.chips.expand(text[1:] if text.startswith("//") else text)))
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         text = self.prompt.text
@@ -146,8 +147,7 @@ class ChatScreen(Screen[None]):
             self.prompt.put(value)
 
     def on_prompt_pasted(self, event: Prompt.Pasted) -> None:
-        lines = event.text.count("\n") + 1
-        self.prompt.insert(self._attachments.add(f"pasted {lines} lines", event.text))
+        self._drafts.pasted(event.text)
 
     async def on_transcript_chosen(self, event: Transcript.Chosen) -> None:
         await self._try(self._message_actions.run(event.action, event.message, event.block))
@@ -215,7 +215,7 @@ class ChatScreen(Screen[None]):
             self.copy_out(code, "code block")
 
     def action_open_chips(self) -> None:
-        self.prompt.put(self._attachments.expand(self.prompt.text))
+        self.prompt.put(self._drafts.chips.expand(self.prompt.text))
 
     def action_mark(self, step: int) -> None:
         self.transcript.focus()
@@ -252,7 +252,7 @@ class ChatScreen(Screen[None]):
 
     async def new_chat(self, *, private: bool = False) -> None:
         await self.answering.stop()
-        await self.conversation.keep_draft(self.prompt.text)
+        await self._drafts.keep()
         self.conversation.new(private=private)
         self.prompt.put("")
         await self.shown()
@@ -261,9 +261,9 @@ class ChatScreen(Screen[None]):
     async def open_chat(self, chat_id: str, message_id: int | None = None) -> None:
         """Show another chat; its cache is brought near meanwhile."""
         await self.answering.stop()
-        await self.conversation.keep_draft(self.prompt.text)
+        await self._drafts.keep()
         await self.conversation.open(chat_id, message_id)
-        self.prompt.put(await self.conversation.draft())
+        await self._drafts.recall()
         await self.shown()
         if message_id is not None:
             self.transcript.go_to(message_id)
@@ -291,19 +291,20 @@ class ChatScreen(Screen[None]):
             self.tell(
                 f"{path.name} takes {tokens} of the {model.context_limit_tokens} tokens of the context.", error=True
             )
-        self.prompt.insert(self._attachments.add(f"file {path.name} · {size}", fenced(path.name, text)) + " ")
+        self.prompt.insert(self._drafts.chips.add(f"file {path.name} · {size}", fenced(path.name, text)) + " ")
         self.prompt.focus()
 
     async def leave(self) -> None:
         """Stop, keep what is unsent, and end the app."""
         await self.answering.stop()
         await self._browser.close()
-        await self._try(self.conversation.keep_draft(self.prompt.text))
+        await self._try(self._drafts.keep())
         self.conversation.close()
         self.app.exit()
 
     def sample(self) -> None:
-        """Show the engine's figures."""
+        """Show the engine's figures; keep what is being written."""
+        self._drafts.sometimes()
         engine = self.conversation.engine
         model, now = engine.model(), engine.metrics()
         self._state = PanelState(
@@ -321,6 +322,9 @@ class ChatScreen(Screen[None]):
         notice = self._notices.see(now)
         if notice is not None:
             self.tell(notice[0], error=notice[1])
+            if now.state == "ready":
+                # Another process, or another model: neither knows what was chosen before.
+                self.run_worker(choose_again(self.conversation), group="engine", exit_on_error=False)
 
     # Inside
 
@@ -330,7 +334,7 @@ class ChatScreen(Screen[None]):
         if notice:
             self.tell(notice, error=True)
         await talk.recall_settings()
-        self.prompt.put(await talk.draft())
+        await self._drafts.recall()
         await self.shown()
         form, theme = await talk.durable.run(lambda s: (s.note("panel", "auto"), s.note("theme")))
         self.panel_form = form if form in PANEL_FORMS else "auto"
@@ -352,9 +356,7 @@ class ChatScreen(Screen[None]):
 
     async def _send(self, text: str) -> None:
         await self.conversation.say(text)
-        self.prompt.put("")
-        self._attachments.clear()
-        await self.conversation.keep_draft("")
+        await self._drafts.sent()
         await self.answering.start()
 
     def _arrange(self, width: int, height: int) -> None:
