@@ -39,6 +39,7 @@ USUAL_DRAFTERS, USUAL_DEPTHS, USUAL_ACTIVE = "ngram", "4,8,15", "1"
 @click.option("--max-tokens", default=96, show_default=True, type=click.IntRange(2))
 @click.option("--url", help="Measure an OpenAI server at this address instead.")
 @click.option("--api-key", help="Key of that server.")
+@click.option("--synthetic", metavar="MODEL", help="Measure steps of MODEL at full size with random weights instead.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="The table as Markdown on stdout.")
 @click.option("--against", type=click.Path(path_type=Path), help="Compare with the --json document of another run.")
 def bench(**options: Any) -> None:
@@ -46,6 +47,11 @@ def bench(**options: Any) -> None:
     --markdown write to stdout."""
     if options["as_json"] and options["as_markdown"]:
         fail("--json and --markdown cannot be given together", EXIT_WRONG_USE)
+    if options["synthetic"]:
+        from localspec.commands.bench_synthetic import bench_synthetic
+
+        bench_synthetic(options["synthetic"], options["device"], options["as_json"])
+        return
     prompts = _prompts(options)
     earlier = _earlier(options["against"])
     try:

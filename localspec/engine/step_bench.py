@@ -16,6 +16,7 @@ from localspec.api.types import Sampling
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, VerifyPlan
 from localspec.engine.build import Assembled
 from localspec.engine.device_step import StepNeeds
+from localspec.engine.step_profile import profile_step
 from localspec.sampling.processors import ProcessorPlan
 
 STEPS_MARGIN_TOKENS = 512
@@ -46,22 +47,38 @@ class StepBench:
         self._stages = parts.loop.stages
         self._read_rate = read_rate_bytes_per_s
         self._per_slot_pages = self._runner.state.block_tables.shape[1]
+        self._num_pages = parts.scheduler.pool.num_pages
 
     def verify(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int = 30) -> StepTime:
         """Time steps of `slots` sequences with `rows_per_slot` rows each at a context length."""
+        step = self._step(slots, rows_per_slot, context_tokens, repeats + 1)
+        with torch.inference_mode():
+            step()
+            times = [self._timed(step) for _ in range(repeats)]
+        floor_ms = sum(self.floors_ms(slots, context_tokens).values())
+        return StepTime(slots, slots * rows_per_slot, context_tokens, median(times), floor_ms)
+
+    def groups(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int = 10) -> dict[str, float]:
+        """Milliseconds of such a step by kernel group, see `profile_step`."""
+        step = self._step(slots, rows_per_slot, context_tokens, 2 * repeats)
+        with torch.inference_mode():
+            step()
+            return profile_step(step, self._runner.ops, repeats)
+
+    def holds(self, slots: int, context_tokens: int) -> bool:
+        """Whether the cache has pages for so many sequences of that length."""
+        count = self._pages_of(context_tokens)
+        fits_table = context_tokens + STEPS_MARGIN_TOKENS <= self._per_slot_pages * PAGE_TOKENS
+        return fits_table and slots * count < self._num_pages
+
+    def _step(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int) -> Callable[[], object]:
         for slot in range(slots):
             self._fill(slot, context_tokens)
         drafts = rows_per_slot - 1
         bound = context_tokens + repeats * rows_per_slot + 64
         plan = VerifyPlan(tuple(SlotPlan(slot, slot + 1, "ngram", drafts, bound) for slot in range(slots)))
         draft = self._draft(drafts)
-        device = self._stages.device
-        with torch.inference_mode():
-            device.verify(plan, draft, GREEDY)
-            times = [self._timed(lambda: device.verify(plan, draft, GREEDY)) for _ in range(repeats)]
-        return StepTime(
-            slots, slots * rows_per_slot, context_tokens, median(times), self._floor_ms(slots, context_tokens)
-        )
+        return lambda: self._stages.device.verify(plan, draft, GREEDY)
 
     def prefill_tok_per_s(self, prompt_tokens: int, chunk_tokens: int) -> float:
         """Rate of reading a prompt of random tokens in chunks."""
@@ -82,10 +99,13 @@ class StepBench:
     def _fill(self, slot: int, length: int) -> None:
         vocab = self._runner.model.vocab_size
         prompt = tuple((7919 * i + slot) % min(vocab, 30000) for i in range(length))
-        count = min(-(-(length + STEPS_MARGIN_TOKENS) // PAGE_TOKENS), self._per_slot_pages)
+        count = self._pages_of(length)
         pages = [1 + slot * count + index for index in range(count)]
         request = Request("", prompt, Sampling(), slot, 1 << 20, ())
         self._runner.admit(slot, request, pages, None)
+
+    def _pages_of(self, length: int) -> int:
+        return min(-(-(length + STEPS_MARGIN_TOKENS) // PAGE_TOKENS), self._per_slot_pages)
 
     def _draft(self, width: int) -> Draft:
         device = self._runner.ops.device
@@ -93,12 +113,16 @@ class StepBench:
         counts = torch.full((MAX_SLOTS,), width, dtype=torch.int64, device=device)
         return Draft(tokens, torch.zeros_like(tokens), counts, ("ngram",))
 
-    def _floor_ms(self, slots: int, context_tokens: int) -> float:
-        """Weights once; keys and values of the context and the recurrent state read once, the state written once."""
+    def floors_ms(self, slots: int, context_tokens: int) -> dict[str, float]:
+        """By group: weights once; keys and values of the context; the recurrent state read and written once."""
         model = self._runner.model
         states = sum(state.total_bytes for state in model.cache_spec.states if not state.ring_rows)
-        per_slot = context_tokens * model.cache_spec.bytes_per_token + 2 * states
-        return (model.read_bytes_per_token + slots * per_slot) / self._read_rate * 1e3
+        num_bytes = {
+            "weights": model.read_bytes_per_token,
+            "attention": slots * context_tokens * model.cache_spec.bytes_per_token,
+            "gdn": slots * 2 * states,
+        }
+        return {group: size / self._read_rate * 1e3 for group, size in num_bytes.items()}
 
     def _timed(self, function: Callable[[], object]) -> float:
         device = self._runner.ops.device

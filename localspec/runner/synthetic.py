@@ -17,37 +17,81 @@ from localspec.kernels.weights import DenseWeight, LogicalWeight
 
 KEPT_IN_BF16 = ("embed_tokens.weight", "in_proj_a.weight", "in_proj_b.weight")
 
+Config = Mapping[str, Any]
 DRAFT_HEAD, DRAFT_IDS = "mtp.draft_head.weight", "mtp.draft_ids"
 
-QWEN3_5_27B: Mapping[str, Any] = {
-    "model_type": "qwen3_5",
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
+
+def _hybrid(sizes: tuple[int, int, int], heads: tuple[int, int], gdn_heads: tuple[int, int], tied: bool) -> Config:
+    """Qwen3.5's family. sizes: hidden, layers, feed-forward; heads: query, key; gdn_heads: key, value."""
+    return {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": sizes[0],
+            "intermediate_size": sizes[2],
+            "num_hidden_layers": sizes[1],
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": 256,
+            "linear_num_key_heads": gdn_heads[0],
+            "linear_num_value_heads": gdn_heads[1],
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "vocab_size": 248320,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32",
+            "attention_bias": False,
+            "mtp_num_hidden_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    }
+
+
+def _dense(kind: str, sizes: tuple[int, int, int], heads: tuple[int, int, int], vocab: int, context: int) -> Config:
+    """Dense models with tied heads. sizes: hidden, layers, feed-forward; heads: query, key, head size."""
+    return {
+        "model_type": kind,
+        "tie_word_embeddings": True,
+        "hidden_size": sizes[0],
+        "intermediate_size": sizes[2],
+        "num_hidden_layers": sizes[1],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        **({} if kind == "qwen2" else {"head_dim": heads[2]}),
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "attn_output_gate": True,
-        "mamba_ssm_dtype": "float32",
-        "attention_bias": False,
-        "mtp_num_hidden_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    },
-}
+        "rope_theta": 1e6,
+    }
+
+
+QWEN3_5_27B: Config = _hybrid((5120, 64, 17408), (24, 4), (16, 48), tied=False)
 """Shapes of Qwen3.5, 3.6 and 3.8 27B (text part)."""
+CONFIGS: Mapping[str, Config] = {
+    "qwen3.8-27b": QWEN3_5_27B,
+    "qwen3.6-27b": QWEN3_5_27B,
+    "qwen3.5-9b": _hybrid((4096, 32, 12288), (16, 4), (16, 32), tied=False),
+    "qwen3.5-4b": _hybrid((2560, 32, 9216), (16, 4), (16, 32), tied=True),
+    "qwen3.5-2b": _hybrid((2048, 24, 6144), (8, 2), (16, 16), tied=True),
+    "qwen3.5-0.8b": _hybrid((1024, 24, 3584), (8, 2), (16, 16), tied=True),
+    "qwen2.5-coder-1.5b": _dense("qwen2", (1536, 28, 8960), (12, 2, 128), 151936, 32768),
+    "qwen2.5-coder-0.5b": _dense("qwen2", (896, 24, 4864), (14, 2, 64), 151936, 32768),
+    "smollm2-135m": _dense("llama", (576, 30, 1536), (9, 3, 64), 49152, 8192),
+}
+"""What the models of the catalogue look like, for measuring one that is not installed."""
+
+
+def known_config(model_id: str) -> Config | None:
+    """The config of a catalogue model, of whatever export: ids begin with the name of the model that they are of."""
+    names = [name for name in CONFIGS if model_id.startswith(name)]
+    return CONFIGS[max(names, key=len)] if names else None
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -96,7 +140,7 @@ class SyntheticCheckpoint:
 
     def weight(self, name: str) -> LogicalWeight:
         rows, columns = self._shape(name)
-        if name.endswith(KEPT_IN_BF16):
+        if name.endswith(KEPT_IN_BF16) or columns % BLOCK:
             return DenseWeight(self._normal((rows, columns)) * columns**-0.5)
         codes = torch.randint(
             0, 256, (rows, columns // 2), dtype=torch.uint8, device=self._device, generator=self._generator
