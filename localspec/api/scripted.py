@@ -254,7 +254,9 @@ class ScriptedEngine:
         n_prompt, limit = len(toy_text.render_prompt(request)), self._script.context_limit_tokens
         if n_prompt >= limit:
             raise EngineError(
-                "context_length_exceeded", f"The prompt has {n_prompt} tokens, the context holds {limit}; shorten it."
+                "context_length_exceeded",
+                f"The prompt is too long: it has {n_prompt} tokens, and this model's maximum context length is {limit} "
+                "tokens; shorten it.",
             )
         room = limit - n_prompt
         if request.max_tokens is not None:

@@ -73,7 +73,8 @@ class TextStage:
         if room < 1:
             raise EngineError(
                 "context_length_exceeded",
-                f"the prompt has {len(ids)} tokens but the context holds {self.context_limit_tokens}; shorten it",
+                f"the prompt is too long: it has {len(ids)} tokens, and this model's maximum context length is "
+                f"{self.context_limit_tokens} tokens; shorten it",
             )
         wanted = request.max_tokens if request.max_tokens is not None and request.max_tokens > 0 else room
         thinking_open = text is not None and text.rstrip().endswith(THINK_START)
@@ -164,8 +165,8 @@ class TextStage:
         if least_tokens >= self.context_limit_tokens:
             raise EngineError(
                 "context_length_exceeded",
-                f"the prompt has at least {least_tokens} tokens but the context holds {self.context_limit_tokens}; "
-                "shorten it",
+                f"the prompt is too long: it has at least {least_tokens} tokens, and this model's maximum context "
+                f"length is {self.context_limit_tokens} tokens; shorten it",
             )
 
     def _render(self, request: GenerateRequest) -> str:

@@ -69,7 +69,7 @@ async def health(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    """POST /v1/embeddings: refused in words."""
+    """POST /v1/embeddings and its like: refused in words."""
     raise ApiError(400, "This server generates text; it has no embedding model.", code="unsupported")
 
 
@@ -95,7 +95,13 @@ _FIXED: tuple[tuple[str, Endpoint, list[str]], ...] = (
     ("/api/ps", ollama.tags, ["GET"]),
     ("/api/show", ollama.show, ["POST"]),
     ("/api/version", ollama.version, ["GET"]),
+    ("/api/embed", embeddings, ["POST"]),
+    ("/api/embeddings", embeddings, ["POST"]),
+    ("/embedding", embeddings, ["POST"]),
     ("/api/v0/models", llamacpp.lmstudio_models, ["GET"]),
+    ("/api/v0/models/{model:path}", llamacpp.lmstudio_models, ["GET"]),
+    ("/api/v0/completions", completions.completions, ["POST"]),
+    ("/api/v0/embeddings", embeddings, ["POST"]),
     ("/api/v0/chat/completions", openai.chat_completions, ["POST"]),
     ("/completion", llamacpp.completion, ["POST"]),
     ("/infill", llamacpp.infill, ["POST"]),

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localspec.api.closing import closing
-from localspec.api.types import GenerateRequest
+from localspec.api.types import GenerateRequest, ModelInfo
 from localspec.server.body import read_fields
 from localspec.server.context import Port, port_of
-from localspec.server.errors import bad
+from localspec.server.errors import ApiError, bad
 from localspec.server.fields import MAX_TOKEN_IDS, Fields
 from localspec.server.generation import Finished, Reply, Step, run
 from localspec.server.infill import find_markers
@@ -139,26 +139,30 @@ async def slots(request: Request) -> Response:
 
 
 async def lmstudio_models(request: Request) -> Response:
-    """GET /api/v0/models."""
+    """GET /api/v0/models and /api/v0/models/{id}."""
     model = port_of(request).engine.model()
-    entries = []
-    if model is not None:
-        entries.append(
-            {
-                "id": model.id,
-                "object": "model",
-                "type": "llm",
-                "publisher": "localspec",
-                "arch": "localspec",
-                "compatibility_type": "safetensors",
-                "quantization": "",
-                "state": "loaded",
-                "max_context_length": model.context_limit_tokens,
-                "loaded_context_length": model.context_limit_tokens,
-                "capabilities": ["tool_use"] if model.has_chat_template else [],
-            }
-        )
-    return JSONResponse({"object": "list", "data": entries})
+    wanted = request.path_params.get("model")
+    if wanted is None:
+        return JSONResponse({"object": "list", "data": [_lmstudio_model(model)] if model else []})
+    if model is None or wanted != model.id:
+        raise ApiError(404, f"No model {wanted[:100]!r} is loaded.", code="model_not_found", param="model")
+    return JSONResponse(_lmstudio_model(model))
+
+
+def _lmstudio_model(model: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "type": "llm",
+        "publisher": "localspec",
+        "arch": "localspec",
+        "compatibility_type": "safetensors",
+        "quantization": "",
+        "state": "loaded",
+        "max_context_length": model.context_limit_tokens,
+        "loaded_context_length": model.context_limit_tokens,
+        "capabilities": ["tool_use"] if model.has_chat_template else [],
+    }
 
 
 async def _infill_prompt(fields: Fields, caller: Caller) -> str:

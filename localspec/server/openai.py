@@ -107,13 +107,7 @@ async def read_chat(fields: Fields, caller: Caller, port: Port) -> ChatCall:
     choice = read_tools(fields)
     common = await read_common(fields, caller, choice)
     extra, options = fields.object("localspec"), fields.object("stream_options")
-    continues = common.continue_final_message
-    request = dataclasses.replace(common, messages=read_messages(messages), continue_final_message=continues)
-    if continues:
-        if request.messages[-1].role != "assistant":
-            raise bad("continue_final_message needs an assistant message at the end.", "continue_final_message")
-        thoughtless = {**request.template_options, "enable_thinking": False}
-        request = dataclasses.replace(request, template_options=thoughtless)
+    request = _continuing(dataclasses.replace(common, messages=read_messages(messages)), fields)
     return ChatCall(
         request=request,
         choice=choice,
@@ -124,6 +118,22 @@ async def read_chat(fields: Fields, caller: Caller, port: Port) -> ChatCall:
         is_raw=extra.flag("raw") if extra else False,
         shows_progress=fields.flag("return_progress"),
     )
+
+
+def _continuing(request: GenerateRequest, fields: Fields) -> GenerateRequest:
+    """Where the model goes on with the last message: without a thought before it.
+
+    That is so when asked, and for any text of the assistant's at the end unless the request says otherwise.
+    """
+    last = request.messages[-1]
+    if fields.flag("continue_final_message") and last.role != "assistant":
+        raise bad("continue_final_message needs an assistant message at the end.", "continue_final_message")
+    is_begun = last.role == "assistant" and bool(last.content) and not last.tool_calls
+    wanted = fields.flag("continue_final_message", is_begun and not fields.flag("add_generation_prompt"))
+    if not wanted:
+        return request
+    thoughtless = {**request.template_options, "enable_thinking": False}
+    return dataclasses.replace(request, template_options=thoughtless, continue_final_message=True)
 
 
 def numbered(request: GenerateRequest, index: int) -> GenerateRequest:

@@ -18,6 +18,7 @@ FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 TOKENS: Schema = {"type": "array", "items": COUNT, "maxItems": 4096}
 OBJECT: Schema = {"type": "object"}
+EMBEDDINGS = ("/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings", "/api/v0/embeddings")
 ROOM: Schema = {
     "type": "integer",
     "minimum": -1,
@@ -51,16 +52,13 @@ def description() -> dict[str, Any]:
 def _openai_paths() -> dict[str, Any]:
     return {
         "/v1/models": _get("Models", _list_of(ref("Model"))),
-        "/v1/models/{model}": {
-            "parameters": [{"name": "model", "in": "path", "required": True, "schema": TEXT}],
-            **_get("The loaded model", ref("Model")),
-        },
+        "/v1/models/{model}": _by_name("model", _get("The loaded model", ref("Model"))),
         "/v1/chat/completions": _post("A chat reply", ref("ChatRequest"), ref("Chat"), "text/event-stream"),
         "/v1/completions": _post(
             "Text that follows a prompt", _completion_request(), ref("Completion"), "text/event-stream"
         ),
         "/v1/responses": _post("A response", _responses_request(), ref("Response"), "text/event-stream"),
-        "/v1/embeddings": _post("Refused: there is no embedding model", OBJECT, OBJECT),
+        **{path: _post("Refused: there is no embedding model", OBJECT, OBJECT) for path in EMBEDDINGS},
     }
 
 
@@ -77,7 +75,11 @@ def _other_paths() -> dict[str, Any]:
         "/api/show": _post("About a model", _object(model=TEXT), _object(model_info=OBJECT, need=["model_info"])),
         "/api/version": _get("Version of the API", _object(version=TEXT, need=["version"])),
         "/api/v0/models": _get("Models", _list_of(OBJECT)),
+        "/api/v0/models/{model}": _by_name("model", _get("The loaded model", OBJECT)),
         "/api/v0/chat/completions": _post("A chat reply", ref("ChatRequest"), ref("Chat"), "text/event-stream"),
+        "/api/v0/completions": _post(
+            "Text that follows a prompt", _completion_request(), ref("Completion"), "text/event-stream"
+        ),
         "/completion": _post(
             "Text that follows", _llama_request(prompt=TEXT, need=["prompt"]), ref("Text"), "text/event-stream"
         ),
@@ -114,6 +116,7 @@ def _control_paths() -> dict[str, Any]:
         "detokenize": _object(tokens=TOKENS, need=["tokens"]),
         "shutdown": OBJECT,
         "tuner": OBJECT,
+        "explain": OBJECT,
     }
     posts = {f"/localspec/v1/{name}": _post(f"Control: {name}", body, OBJECT) for name, body in calls.items()}
     pull = _post("Control: fetch a model", _object(model=TEXT, need=["model"]), OBJECT, "text/event-stream")
@@ -144,6 +147,10 @@ def _number(low: float, high: float) -> Schema:
 
 def _get(summary: str, schema: Schema, media_type: str = "application/json") -> dict[str, Any]:
     return {"get": {"summary": summary, "responses": _answers({media_type: {"schema": schema}})}}
+
+
+def _by_name(name: str, operations: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": TEXT}], **operations}
 
 
 def _post(summary: str, body: Schema, reply: Schema, stream: str | None = None) -> dict[str, Any]:
@@ -228,7 +235,10 @@ def _chat_request() -> Schema:
         reasoning_effort=TEXT,
         enable_thinking=FLAG,
         thinking_budget={"type": "integer", "minimum": -1},
-        continue_final_message=FLAG,
+        continue_final_message={
+            **FLAG,
+            "description": "Go on with the assistant's message that is last, which is done without this field too.",
+        },
     )
 
 

@@ -57,7 +57,6 @@ async def read_common(fields: Fields, caller: Caller, choice: Choice) -> Generat
         tools=choice.tools,
         template_options={**read_template_options(fields), **choice.template_options},
         thinking_budget_tokens=_thinking_budget(fields),
-        continue_final_message=fields.flag("continue_final_message"),
         prediction=read_prediction(fields),
         logprobs=logprobs,
         grammar=read_grammar(fields),
@@ -125,7 +124,9 @@ def read_token_ids(items: list[Any], caller: Caller, path: str) -> tuple[int, ..
     limit = caller.model.context_limit_tokens
     if len(items) >= limit:
         raise EngineError(
-            "context_length_exceeded", f"The prompt has {len(items)} tokens, the context holds {limit}; shorten it."
+            "context_length_exceeded",
+            f"The prompt is too long: it has {len(items)} tokens, and this model's maximum context length is {limit} "
+            "tokens; shorten it.",
         )
     for item in items:
         if type(item) is not int:

@@ -27,6 +27,7 @@ from localspec.server.stream import CallArguments, CallEnd, CallStart, Piece, Te
 
 _ECHOED = (
     "instructions",
+    "max_output_tokens",
     "metadata",
     "parallel_tool_calls",
     "reasoning",
@@ -35,6 +36,7 @@ _ECHOED = (
     "tool_choice",
     "tools",
     "top_p",
+    "truncation",
 )
 
 Event = tuple[str, dict[str, Any]]
@@ -60,7 +62,14 @@ async def responses(request: Request) -> Response:
 def _echo(fields: Fields) -> dict[str, Any]:
     """Request fields that a response repeats, with what clients expect where they are absent."""
     echoed = {name: fields.value(name) for name in _ECHOED}
-    defaults: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    defaults: dict[str, Any] = {
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "truncation": "disabled",
+    }
     return {**echoed, **{name: value for name, value in defaults.items() if echoed[name] is None}}
 
 
