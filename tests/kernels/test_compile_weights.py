@@ -26,7 +26,8 @@ VARIANTS = (
     Variant(format="fp8", rows=16, group_scale=True, epilogue="silu_mul"),
 )
 # Instructions a weight in the main loop, worst target, rounded up; a change that raises one has to say why.
-MOST_INSTRUCTIONS = {("nvfp4", 8): 2.30, ("nvfp4", 16): 2.60, ("fp8", 8): 2.75, ("fp8", 16): 3.60}
+# FP8 at 8 rows was 2.75: a ring of three or four units is indexed by comparing, one of two by a bit.
+MOST_INSTRUCTIONS = {("nvfp4", 8): 2.30, ("nvfp4", 16): 2.60, ("fp8", 8): 2.80, ("fp8", 16): 3.60}
 
 
 def test_every_target_compiles_lean() -> None:
@@ -61,8 +62,8 @@ def _problems(variant: Variant, target: int, facts: Facts) -> list[str]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_blocks_of_dependent_kernels_fill_a_multiprocessor(target: int) -> None:
-    """See tilings.py: with room for another block, runs would lie unevenly."""
+def test_a_multiprocessor_holds_the_blocks_of_one_launch(target: int) -> None:
+    """See tilings.py: with room for another block, runs would lie unevenly where launches overlap."""
     from localspec.kernels.compile_check import SHARED_BYTES_PER_MULTIPROCESSOR
     from localspec.kernels.triton.tilings import ring_bytes, tiling_for
 
@@ -70,21 +71,21 @@ def test_blocks_of_dependent_kernels_fill_a_multiprocessor(target: int) -> None:
         available = SHARED_BYTES_PER_MULTIPROCESSOR[target]
         tiling = tiling_for(128, nvfp4, available, target >= 90)
         places = available // (ring_bytes(128, tiling.depth, nvfp4) + 1024)
-        assert tiling.dependent_launch == (target in (90, 100))
+        assert tiling.dependent_launch == (target >= 90)
         if tiling.dependent_launch:
-            assert places == 2 * tiling.blocks_per_multiprocessor
-            threads = 2 * tiling.blocks_per_multiprocessor * 32 * tiling.warps
-            assert tiling.max_registers * threads == 65536
+            assert places == tiling.blocks_per_multiprocessor
+            assert 2 * tiling.max_registers * places * 32 * tiling.warps <= 65536
         assert 1 <= tiling.blocks_per_multiprocessor <= places
 
 
 def test_ring_bytes_say_what_the_compiler_takes() -> None:
     from localspec.kernels.compile_check import compile_variant
-    from localspec.kernels.triton.tilings import ring_bytes
+    from localspec.kernels.triton.tilings import ring_bytes, tiling_for
 
     for form in ("nvfp4", "fp8"):
+        depth = tiling_for(128, form == "nvfp4", 233472, modern=True).depth
         shared = compile_variant(Variant(format=form, epilogue="residual"), 90).metadata.shared
-        assert 0 <= shared - ring_bytes(128, 2, form == "nvfp4") <= 64
+        assert 0 <= shared - ring_bytes(128, depth, form == "nvfp4") <= 64
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8"])

@@ -3,9 +3,9 @@
 Knows shapes and cards. The split of K, and with it a row's bits, depends on the weight and the card only.
 
 The rule that matters: runs of units are equal, so every multiprocessor must hold equally many blocks. A kernel that may
-start beside the one before it (dependent launch) finds places where that one left them, so this is safe only where the
-blocks of two kernels fill a multiprocessor exactly. Therefore a block has the same size for 8 and 16 rows, and the ring
-of x is padded to keep a fifth block out where four are wanted.
+start beside the one before it (dependent launch) finds places where that one left them; so the ring is made so large
+that a multiprocessor never holds more blocks of streams than one launch gives it. The next launch's blocks then start,
+and fill their rings, as those of this one end, and beside small kernels, wherever these lie.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 TILE_ROWS = 128
 WARPS = 4
-DEPTH = 2  # units in the rings
+DEPTH = 3  # units in the rings
+DEPENDENT_FP8_DEPTH = 4  # there 3 would leave room for a third block
 BLOCKS_PER_MULTIPROCESSOR = 2
-SHARED_REGISTERS = 128  # a thread's, where two kernels of two blocks of 128 threads fill a file of 65,536
+SHARED_REGISTERS = 128  # a thread's: leaves half of the register file to the small kernels that go before
 MAX_REGISTERS = 255
 _RESERVED_BYTES = 1024  # what the driver takes of shared memory for each block
 
@@ -54,9 +55,10 @@ def ring_bytes(tile_rows: int, depth: int, nvfp4: bool) -> int:
 def tiling_for(tile_rows: int, nvfp4: bool, shared_bytes_per_multiprocessor: int, modern: bool) -> Tiling:
     """The launch of a weight packed with `tile_rows`. modern: sm_90 and later."""
     warps = max(1, tile_rows // 32)
-    block_bytes = ring_bytes(tile_rows, DEPTH, nvfp4) + _RESERVED_BYTES
+    depth = DEPENDENT_FP8_DEPTH if modern and not nvfp4 else DEPTH
+    block_bytes = ring_bytes(tile_rows, depth, nvfp4) + _RESERVED_BYTES
     places = max(1, shared_bytes_per_multiprocessor // block_bytes)
     wanted = max(1, BLOCKS_PER_MULTIPROCESSOR * TILE_ROWS // tile_rows)
     blocks = min(wanted, places)
-    dependent = modern and places == 2 * blocks and tile_rows == TILE_ROWS
-    return Tiling(tile_rows, warps, DEPTH, blocks, SHARED_REGISTERS if dependent else MAX_REGISTERS, dependent)
+    dependent = modern and places == blocks and tile_rows == TILE_ROWS
+    return Tiling(tile_rows, warps, depth, blocks, SHARED_REGISTERS if dependent else MAX_REGISTERS, dependent)
