@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from localspec.tui.text import clean
 
 FILE_LIMIT_BYTES = 4 * 1024 * 1024
 PASTE_CHIP_LINES = 40
+# No key types this sign, so that no prompt begins with it.
+_PACKED = "\x01"
+# A box with so much in one line is slow to type in.
+PASTE_CHIP_CHARS = 8_000
 
 
 class AttachmentError(Exception):
@@ -66,6 +71,23 @@ class Attachments:
         for item in self._items:
             prompt = prompt.replace(item.chip, item.text)
         return prompt
+
+    def pack(self, prompt: str) -> str:
+        """The prompt and the texts behind its chips as one text, to be kept with a chat."""
+        used = [[item.chip, item.text] for item in self._items if item.chip in prompt]
+        return _PACKED + json.dumps([prompt, used]) if used else prompt
+
+    def unpack(self, kept: str) -> str:
+        """The prompt of a text that `pack` gave; its chips stand for their texts again."""
+        self._items.clear()
+        if not kept.startswith(_PACKED):
+            return kept
+        try:
+            prompt, used = json.loads(kept.removeprefix(_PACKED))
+            self._items = [Attachment(str(chip), str(text)) for chip, text in used]
+            return str(prompt)
+        except (ValueError, TypeError):
+            return kept.removeprefix(_PACKED)
 
     def clear(self) -> None:
         """The prompt was sent."""

@@ -75,9 +75,13 @@ class Conversation:
 
     async def say(self, text: str) -> None:
         """Add a message of the user at the end of the branch. Raises ChatError; nothing is added then."""
+        is_first = self.chat is None and not self.private
         chat = await self._ensure_chat(text)
         parent = self.messages[-1].id if self.messages else None
         await self._store.run(lambda s: s.add(chat.id, Stored("user", text, parent)))
+        if is_first:
+            # What was being written before there was a chat is its first message now.
+            await self.durable.run(lambda s: s.remember("draft", ""))
         await self._reload()
 
     async def start_answer(self) -> None:

@@ -9,6 +9,7 @@ from textual import events
 from textual.widgets import Input, Select, TextArea
 
 from localspec.api.types import GenerateRequest
+from localspec.tui.attachments import Attachments
 from localspec.tui.screens.parameters import ParametersScreen
 from tests.tui.fakes import NARROW, ask, listed, scripted, started, until
 
@@ -64,6 +65,53 @@ async def test_line_breaks_of_any_terminal_survive_a_paste(tmp_path: Path, line_
         app.chat.prompt.post_message(events.Paste(line_break.join("x" * 60)))
         await pilot.pause()
         assert app.chat.prompt.text == "[pasted 60 lines]"
+
+
+async def test_a_long_line_is_a_chip_too(tmp_path: Path) -> None:
+    engine, requests = listening("ok")
+    async with started(engine, tmp_path) as (app, pilot):
+        app.chat.prompt.post_message(events.Paste("x" * 20_000))
+        await pilot.pause()
+        assert app.chat.prompt.text == "[pasted 20000 characters]"
+        await pilot.press("enter")
+        await until(lambda: len(requests) == 1)
+        assert requests[0].messages[-1].content == "x" * 20_000
+
+
+async def test_a_kept_draft_has_the_texts_of_its_chips(tmp_path: Path) -> None:
+    engine, requests = listening("ok")
+    text = "\n".join(f"line {n}" for n in range(60))
+    async with started(scripted("a"), tmp_path) as (app, pilot):
+        app.chat.prompt.post_message(events.Paste(text))
+        await pilot.pause()
+        await pilot.press(*" why")
+    async with started(engine, tmp_path) as (app, pilot):
+        await until(lambda: app.chat.prompt.text == "[pasted 60 lines] why")
+        await pilot.press("enter")
+        await until(lambda: len(requests) == 1)
+        assert requests[0].messages[-1].content == text + " why"
+        await pilot.press("ctrl+n")
+        await pilot.pause()
+    async with started(engine, tmp_path) as (app, pilot):
+        await pilot.pause(0.2)
+        assert app.chat.prompt.text == ""
+
+
+@pytest.mark.parametrize("kept", ["\x01", "\x01[]", "\x01{", '\x01["p", [1]]', '\x01["p", 3]'])
+def test_a_kept_draft_of_another_form_is_text(kept: str) -> None:
+    assert Attachments().unpack(kept) == kept[1:]
+
+
+async def test_what_is_written_is_kept_while_it_is_written(tmp_path: Path) -> None:
+    async with started(scripted("a"), tmp_path) as (app, pilot):
+        await pilot.press(*"half a question")
+        note = lambda: app.chat.conversation.durable.submit(lambda s: s.note("draft")).result()  # noqa: E731
+        await until(lambda: note().startswith("half"))
+        await until(lambda: note() == "half a question")
+        await pilot.press("enter")
+        await until(lambda: len(app.chat.conversation.messages) == 2 and not app.chat.busy)
+        # It is the first message now, and no draft of the next chat.
+        assert note() == ""
 
 
 async def test_chip_can_be_opened(tmp_path: Path) -> None:

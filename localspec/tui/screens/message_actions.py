@@ -57,6 +57,7 @@ class MessageActions:
         elif action == "edit":
             question = self._question(message)
             screen.put_prompt(talk.go_back(question))
+            screen.tell("Enter sends it as a new branch; Esc shows the chat as it was.")
             await screen.shown()
         elif action == "regenerate":
             talk.show_until(self._question(message))

@@ -8,7 +8,7 @@ from textual import events
 from textual.message import Message
 from textual.widgets import TextArea
 
-from localspec.tui.attachments import PASTE_CHIP_LINES
+from localspec.tui.attachments import PASTE_CHIP_CHARS, PASTE_CHIP_LINES
 from localspec.tui.text import clean
 
 _BREAKS = ("ctrl+j", "alt+enter", "shift+enter")
@@ -95,7 +95,7 @@ class Prompt(TextArea):
         event.prevent_default()
         # Terminals and tmux send a pasted line break as the key Enter sends it.
         text = event.text.replace("\r\n", "\n").replace("\r", "\n")
-        if text.count("\n") >= PASTE_CHIP_LINES:
+        if text.count("\n") >= PASTE_CHIP_LINES or len(text) >= PASTE_CHIP_CHARS:
             self.post_message(self.Pasted(text))
         else:
             self.replace(clean(text), *self.selection)
