@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -94,19 +95,17 @@ def df(as_json: bool) -> None:
     help="With --compact: a text to weigh errors by and to judge by. Default: a built-in one.",
 )
 @click.option("--bits", type=float, help="With --compact: bits per weight to spend, 4.5 or more. Default: 4.5.")
-@click.option("--feedback", is_flag=True, help="With --compact: columns make up for each other's rounding; slower.")
+@click.option("--budget-gib", type=float, help="With --compact: GiB that all weights may take, instead of --bits.")
+@click.option(
+    "--gptq",
+    "--feedback",
+    "feedback",
+    is_flag=True,
+    help="With --compact: columns make up for each other's rounding (GPTQ); better and slower.",
+)
 @click.option("--device", default="auto", help="With --compact: where to quantise: auto, cpu, cuda, cuda:1.")
 @json_option
-def import_(
-    path: Path,
-    name: str | None,
-    compact: bool,
-    calibration: Path | None,
-    bits: float | None,
-    feedback: bool,
-    device: str,
-    as_json: bool,
-) -> None:
+def import_(path: Path, name: str | None, compact: bool, as_json: bool, **how: Any) -> None:
     """Install a .gguf file, or a folder with config.json and safetensors files, without the network.
 
     With --compact the copy is smaller: NVFP4 matrices, chosen by what a text needs. Its report.json says what it cost.
@@ -115,10 +114,10 @@ def import_(
     from localspec.hub.records import HubError
 
     if compact:
-        _import_compact(path, name, calibration, bits, feedback, device, as_json)
+        _import_compact(path, name, _Budget(how["bits"], how["budget_gib"]), how, as_json)
         return
-    if calibration is not None or bits is not None or feedback:
-        fail("--calibration, --bits and --feedback belong to --compact", EXIT_WRONG_USE)
+    if any(how[option] for option in ("calibration", "bits", "budget_gib", "feedback")):
+        fail("--calibration, --bits, --budget-gib and --gptq belong to --compact", EXIT_WRONG_USE)
     try:
         result = import_path(path, settings().paths.data_dir, ProgressLines(), name)
     except HubError as error:
@@ -129,26 +128,39 @@ def import_(
         click.echo(f"{result.model_id}: ready")
 
 
-def _import_compact(
-    path: Path,
-    name: str | None,
-    calibration: Path | None,
-    bits: float | None,
-    feedback: bool,
-    device: str,
-    as_json: bool,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Budget:
+    """What the matrices or all weights may take; both None: NVFP4 throughout."""
+
+    bits: float | None
+    gib: float | None
+
+    def check(self) -> None:
+        """Raises Fail for what no budget can be."""
+        if self.bits is not None and self.gib is not None:
+            fail("--bits and --budget-gib are two ways to say one thing; give one of them", EXIT_WRONG_USE)
+        if self.bits is not None and not 4.5 <= self.bits <= 16:
+            fail(f"--bits is {self.bits:g}; NVFP4 takes 4.5, so give 4.5 to 16", EXIT_WRONG_USE)
+        if self.gib is not None and not 0 < self.gib < 4096:
+            fail(f"--budget-gib is {self.gib:g}; give a size in GiB", EXIT_WRONG_USE)
+
+
+def _import_compact(path: Path, name: str | None, budget: _Budget, how: dict[str, Any], as_json: bool) -> None:
     from localspec.api.types import EngineError
     from localspec.engine.build import resolve_device
     from localspec.hub.compact import CompactOptions, compact_model
     from localspec.hub.compact_report import summary_lines
     from localspec.hub.records import HubError
 
-    if bits is not None and not 4.5 <= bits <= 16:
-        fail(f"--bits is {bits:g}; NVFP4 takes 4.5, so give 4.5 to 16", EXIT_WRONG_USE)
+    budget.check()
     try:
         options = CompactOptions(
-            name, calibration, bits_per_weight=bits, feedback=feedback, device=resolve_device(device)
+            name,
+            how["calibration"],
+            bits_per_weight=budget.bits,
+            budget_bytes=None if budget.gib is None else int(budget.gib * 2**30),
+            feedback=how["feedback"],
+            device=resolve_device(how["device"]),
         )
         result = compact_model(path, settings().paths.data_dir, options, ProgressLines())
         packed_bytes = _keep_packed(result.directory, options.device)

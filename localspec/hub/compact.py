@@ -45,13 +45,14 @@ _REPLACED_FILES = (INDEX_NAME, QUANTISATION_NAME, "config.json", REPORT_NAME, la
 @dataclass(frozen=True)
 class CompactOptions:
     """How to compact. `calibration`: a text file, None for the built-in text; `bits_per_weight`: budget of the
-    matrices, None for NVFP4 throughout; `feedback`: each column makes up for the rounding of those before it;
-    `measure`: run the model for importance and for the agreement."""
+    matrices, or `budget_bytes` of all weights, None for NVFP4 throughout; `feedback`: each column makes up for the
+    rounding of those before it; `measure`: run the model for importance and for the agreement."""
 
     model_id: str | None = None
     calibration: Path | None = None
     method: Method = "mse"
     bits_per_weight: float | None = None
+    budget_bytes: int | None = None
     feedback: bool = False
     device: str = "cpu"
     measure: bool = True
@@ -100,7 +101,8 @@ def compact_model(
         observed = _observe(source, stored, options)
         if observed.note:
             meter.note(observed.note)
-        stored = compact_report.allocate(checkpoint, stored, observed.importance, options.bits_per_weight)
+        bits = compact_report.budget_bits(stored, options.bits_per_weight, options.budget_bytes)
+        stored = compact_report.allocate(checkpoint, stored, observed.importance, bits)
         with layout.building(data_dir, name) as directory:
             meter.start("convert", f"compacting {source.name}", sum(each.bytes for each in stored))
             written = _write_weights(checkpoint, stored, directory, observed, options, meter)

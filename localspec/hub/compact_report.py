@@ -24,6 +24,24 @@ EMBEDDING = "embed_tokens."
 WIDE_FORMS = ("bf16", "f16", "f32")
 
 
+def budget_bits(stored: tuple[Stored, ...], bits_per_weight: float | None, budget_bytes: int | None) -> float | None:
+    """Bits a weight for the matrices that may change, from a budget of bytes for everything; None: no budget.
+
+    Raises ValueError, with the least that works, where the tensors that stay and NVFP4 take more already.
+    """
+    if budget_bytes is None:
+        return bits_per_weight
+    changing = [each for each in stored if each.choice == "nvfp4"]
+    staying_bytes = sum(each.planned_bytes for each in stored if each.choice != "nvfp4")
+    least_bytes = staying_bytes + sum(each.planned_bytes for each in changing)
+    if budget_bytes < least_bytes or not changing:
+        raise ValueError(
+            f"a budget of {budget_bytes / 2**30:.2f} GiB is below the {least_bytes / 2**30:.2f} GiB that NVFP4 and the "
+            "tensors that stay take"
+        )
+    return 8 * (budget_bytes - staying_bytes) / sum(each.num_values for each in changing)
+
+
 def allocate(
     checkpoint: FolderCheckpoint,
     stored: tuple[Stored, ...],

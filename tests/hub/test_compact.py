@@ -283,6 +283,19 @@ def test_a_budget_buys_wider_matrices(tmp_path: Path) -> None:
     assert relative_error(logits(result.directory), wanted) < relative_error(logits(narrow.directory), wanted)
 
 
+def test_a_budget_in_bytes_is_kept(tmp_path: Path) -> None:
+    source = tiny_model("qwen3", 10, tmp_path / "model")
+    plain = compact_model(source, tmp_path / "data", CompactOptions("plain", measure=False)).report
+    least = plain["total_bytes"]["after"]
+    budget = least + least // 10
+    result = compact_model(source, tmp_path / "data", CompactOptions("mixed", budget_bytes=budget, measure=False))
+    # Row scales of such narrow matrices are the part that the plan leaves out.
+    assert least < result.report["total_bytes"]["after"] < 1.05 * budget
+    assert {"nvfp4", "fp8"} <= {each["after"] for each in result.report["tensors"]}
+    with pytest.raises(HubError, match=r"a budget of 0\.00 GiB is below the 0\.00 GiB that NVFP4"):
+        compact_model(source, tmp_path / "data", CompactOptions("less", budget_bytes=1000, measure=False))
+
+
 def nothing_installed(data: Path) -> bool:
     return list_installed(data) == () and not list((data / "models").glob("*"))
 
@@ -366,6 +379,9 @@ def test_command(tmp_path: Path) -> None:
     done = command(home, str(source), "--compact", "--calibration", str(tmp_path / "text.txt"), "--device", "cpu")
     assert done.exception is None, done.exception
     assert "model-nvfp4: ready" in done.output and "KL 0." in done.output and "bits per weight: " in done.output
+    text = ("--calibration", str(tmp_path / "text.txt"), "--device", "cpu")
+    gptq = command(home, str(source), "--compact", "--gptq", "--name", "g", "--json", *text)
+    assert gptq.exception is None and json.loads(gptq.stdout)["report"]["feedback"] is True
     # An installed model goes by its id; NVFP4 parts stay as they are.
     again = command(home, "model-nvfp4", "--compact", "--name", "again", "--json", "--device", "cpu")
     assert again.exception is None, again.exception
@@ -374,6 +390,10 @@ def test_command(tmp_path: Path) -> None:
     for arguments, words, code in (
         ((str(source), "--bits", "5"), "belong to --compact", 2),
         ((str(source), "--compact", "--bits", "3"), "NVFP4 takes 4.5", 2),
+        ((str(source), "--gptq"), "belong to --compact", 2),
+        ((str(source), "--compact", "--bits", "5", "--budget-gib", "1"), "give one of them", 2),
+        ((str(source), "--compact", "--budget-gib", "-1"), "give a size in GiB", 2),
+        ((str(source), "--compact", "--budget-gib", "0.00001", "--name", "b", "--device", "cpu"), "is below the", 1),
         ((str(source), "--compact", "--device", "cpu"), "already installed", 1),
     ):
         failed = command(home, *arguments)
