@@ -27,7 +27,7 @@ from localspec.engine.memory_budget import context_limit
 from localspec.engine.rates import read_rate_bytes_per_s
 from localspec.engine.step_bench import StepBench, StepTime, matmul_rate_flop_per_s, step_table
 from localspec.engine.step_profile import group_table, verdict
-from localspec.engine.synthetic_decode import Decoded, decode
+from localspec.engine.synthetic_decode import Decoded, decode, identity
 from localspec.engine.warm_up import warm_up
 from localspec.hub.gpus import read_gpus
 from localspec.kernels.table import choose
@@ -60,6 +60,8 @@ class SyntheticPlan:
     decode_tokens: int = 400
     decode_prompt_tokens: int = 2000
     fits: tuple[tuple[int, int], ...] = ((32768, int(17.5 * GIB)), (131072, int(20.5 * GIB)))
+    identity: bool = False
+    """Also compare drafted answers with plain ones, token by token."""
     read_bytes: int = 8 << 30
     matmul_size: int = 8192
     time_limit_s: float = 480.0
@@ -227,11 +229,22 @@ class SyntheticBench:
 
     def _measure_decoding(self, model: Model, drafters: dict[str, Drafter]) -> None:
         self._section("decode_off", partial(self._decode, model, drafters, "off", None, ()))
+        if self.plan.identity:
+            self._section("identity", partial(self._identity, model, drafters))
         if "mtp" not in drafters:
             return
         for depth in self.plan.depths:
             name = f"decode_mtp_{depth}_synthetic_acceptance"
             self._section(name, partial(self._decode, model, drafters, "mtp", depth, PUBLISHED_MTP))
+
+    def _identity(self, model: Model, drafters: dict[str, Drafter]) -> dict[str, int]:
+        limit = min(model.max_context_tokens, 2 * MARGIN_TOKENS)
+        parts = assemble(model, self._ops, limit, drafters, self._options())
+        parts.loop.start()
+        try:
+            return identity(parts, [("ngram", 7), *((("mtp", 3), ("mtp", 7)) if "mtp" in drafters else ())])
+        finally:
+            parts.loop.stop()
 
     def _decode(
         self, model: Model, drafters: dict[str, Drafter], name: str, depth: int | None, rates: tuple[float, ...]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from localspec.engine import synthetic_decode
 from localspec.engine.step_profile import GAPS, REST, group_of, group_table, verdict
 from localspec.engine.synthetic_bench import SyntheticBench, SyntheticPlan, prefill_flop_per_token
 from localspec.hub.catalogue import load_catalogue
@@ -54,6 +56,13 @@ def test_every_section_has_figures() -> None:
     decoded = document["decode_mtp_2_synthetic_acceptance"]
     assert 1.5 < decoded["tokens_per_step"] <= 3 and document["decode_off"]["tokens_per_step"] == 1.0
     assert 0 <= document["decode_off"]["idle"] < 1 and document["decode_off"]["tok_per_s"] > 0
+
+
+def test_drafted_answers_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = SyntheticBench(replace(PLAN, identity=True, contexts=(128,), prefills=(), depths=()))
+    few = partial(synthetic_decode.identity, max_tokens=10, prompt_tokens=(40, 7, 60))
+    monkeypatch.setattr("localspec.engine.synthetic_bench.identity", few)
+    assert bench.run()["identity"] == {"compared_tokens": 2 * 3 * 3 * 10, "differing_tokens": 0}
 
 
 def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
