@@ -1,7 +1,8 @@
 """Recordings of an engine: `record` writes what another engine says, ReplayEngine says it again with its timing.
 
-A recording is JSON lines: a header with the model, then one line an event with its request number and the
-seconds since that request began. Knows the file format; knows nothing of tokenizers or templates.
+A recording is JSON lines: a header with the model, one line an event with its request number and the seconds since
+that request began, and the engine's figures after each request. Knows the file format; knows nothing of tokenizers or
+templates.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ReplayEngine:
 
     def __init__(self, path: Path, speed: float = 1.0) -> None:
         """Read the whole file. Raises ValueError that names the line of a bad recording, OSError for no file."""
-        self._info, self._runs, self._final, self._report = _read(path)
+        recording = _read(path)
+        self._info, self._runs, self._report = recording.info, recording.runs, recording.report
+        self._figures, self._shown = recording.figures, recording.final
         self._speed = speed
         self._n_requests = 0
         self._active = 0
@@ -58,11 +61,11 @@ class ReplayEngine:
     def metrics(self) -> MetricsSnapshot:
         """Recorded snapshot with the counters of the replay."""
         return replace(
-            self._final,
+            self._shown,
             state="stopped" if self._stopped.is_set() else "ready",
             stage="",
             model_id=self._info.id,
-            device=f"{self._final.device or 'none'} (replay)",
+            device=f"{self._shown.device or 'none'} (replay)",
             context_limit_tokens=self._info.context_limit_tokens,
             active_requests=self._active,
             queued_requests=0,
@@ -78,7 +81,8 @@ class ReplayEngine:
         """The next recorded request, event by event."""
         if self._stopped.is_set():
             raise EngineError("not_ready", "The replay was stopped.")
-        lines = self._runs[self._n_requests % len(self._runs)]
+        number = self._n_requests % len(self._runs)
+        lines = self._runs[number]
         self._n_requests += 1
         self._active += 1
         began_s = time.monotonic()
@@ -95,6 +99,7 @@ class ReplayEngine:
                     yield line.event
         finally:
             self._active -= 1
+            self._shown = self._figures.get(number, self._shown)
 
     async def _wait_until(self, began_s: float, at_s: float) -> None:
         wait_s = began_s + at_s / self._speed - time.monotonic() if self._speed > 0 else 0.0
@@ -184,6 +189,7 @@ class RecordingEngine:
             said = {"code": error.code, "message": error.message}
             self._write({"request": number, "at_s": round(time.monotonic() - began_s, 4), "error": said})
             raise
+        self._write({"request": number, "figures": to_json(self._engine.metrics())})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
@@ -238,9 +244,21 @@ def record(engine: Engine, path: Path) -> RecordingEngine:
     return RecordingEngine(engine, os.fdopen(descriptor, "w", encoding="utf-8"))
 
 
-def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot, TunerReport]:
+@dataclass(frozen=True)
+class _Recording:
+    """A file that was read. `figures` are those after each request, by its place in `runs`."""
+
+    info: ModelInfo
+    runs: list[list[_Line]]
+    figures: dict[int, MetricsSnapshot]
+    final: MetricsSnapshot
+    report: TunerReport
+
+
+def _read(path: Path) -> _Recording:
     info: ModelInfo | None = None
     final, report = MetricsSnapshot(), TunerReport()
+    figures: dict[int, MetricsSnapshot] = {}
     runs: dict[int, list[_Line]] = {}
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS), ""), start=1):
@@ -252,6 +270,8 @@ def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot, Tu
                     info = from_json(ModelInfo, data["model"])
                 elif "final" in data:
                     final = from_json(MetricsSnapshot, data["final"])
+                elif "figures" in data:
+                    figures[int(data["request"])] = from_json(MetricsSnapshot, data["figures"])
                 elif "explain" in data:
                     report = from_json(TunerReport, data["explain"])
                 else:
@@ -260,7 +280,9 @@ def _read(path: Path) -> tuple[ModelInfo, list[list[_Line]], MetricsSnapshot, Tu
                 raise ValueError(f"{path.name} line {number} is not a line of a recording: {reason}") from reason
     if info is None or not runs:
         raise ValueError(f"{path.name} holds no recording; make one with record(engine, path).")
-    return info, [runs[number] for number in sorted(runs)], final, report
+    numbers = sorted(runs)
+    shown = {place: figures[number] for place, number in enumerate(numbers) if number in figures}
+    return _Recording(info, [runs[number] for number in numbers], shown, final, report)
 
 
 def _line(data: dict[str, Any]) -> _Line:

@@ -257,6 +257,22 @@ async def test_a_recording_replays_events_and_errors_exactly(tmp_path: Path) -> 
     assert await collect(replay, REQUEST) == first
 
 
+async def test_a_replay_shows_the_figures_after_each_request(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorder = record(scripted(), path)
+    for _ in range(2):
+        await collect(recorder, REQUEST)
+    after_both = recorder.metrics()
+    await recorder.aclose()
+    replay = ReplayEngine(path, speed=0)
+    await collect(replay, REQUEST)
+    half = replay.metrics()
+    await collect(replay, REQUEST)
+    assert 0 < half.verify_steps < after_both.verify_steps == replay.metrics().verify_steps
+    assert half.completion_tokens_total * 2 == replay.metrics().completion_tokens_total
+    assert (await replay.explain()).choices
+
+
 @pytest.mark.parametrize(
     "line", ["{", "[1]", '{"request": "x"}', '{"request": 0, "at_s": 0, "event": {"kind": "delta", "text": 1}}']
 )
