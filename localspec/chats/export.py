@@ -71,7 +71,7 @@ def from_json(store: ChatStore, text: str) -> Chat:
         seen.add(foreign_id)
         messages.append((foreign_id, message))
     leaf = document.get("leaf_id")
-    if leaf is not None and leaf not in seen:
+    if leaf is not None and not (_is_count(leaf) and leaf in seen):
         raise ChatError(f"The chat file shows message {leaf!r} as its last, which is not in it.")
     settings = document.get("settings")
     new = NewChat(
@@ -91,7 +91,7 @@ def _read_message(row: Any, number: int, seen: set[int]) -> tuple[int, Stored]:
     if not isinstance(foreign_id, int) or not _is_count(foreign_id) or foreign_id in seen:
         raise ChatError(f"The chat file's {where} needs an id of its own (a number).")
     # A parent must come first: this rules out cycles.
-    if parent_id is not None and parent_id not in seen:
+    if parent_id is not None and not (_is_count(parent_id) and parent_id in seen):
         raise ChatError(f"The chat file's {where} names a parent that does not come before it.")
     role = row.get("role")
     if role not in ROLES:
@@ -109,7 +109,7 @@ def _read_message(row: Any, number: int, seen: set[int]) -> tuple[int, Stored]:
         spans=tuple((n, o, p) for n, o, p in _read_rows(row.get("spans", []), (int, str, str), where)),
         rejections=tuple((at, n) for at, n in _read_rows(row.get("rejections", []), (int, int), where)),
         stats=stats if isinstance(stats, dict) else {},
-        created_s=float(created_s) if isinstance(created_s, int | float) else 0.0,
+        created_s=float(created_s) if isinstance(created_s, int | float) and 0 <= created_s < 1e12 else 0.0,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from math import isnan
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # Signs whose cells no two terminals count alike: emoji joined to one picture, their forms and skin tones, signs that
@@ -37,7 +37,7 @@ def drawable(text: str) -> str:
 
 def number_of(value: object) -> float:
     """A figure out of stored JSON, which may come from an imported file: 0 for everything that is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and isnan(value)):
         return 0.0
     return float(max(0, min(10**15, value)))
 

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localspec.chats import ChatError, ChatStore, NewChat, Stored, private_store
 from localspec.chats.export import from_json, to_json, to_markdown
@@ -84,7 +86,9 @@ _OK = {"id": 1, "parent_id": None, "role": "user", "content": "x"}
         (json.dumps(_document(messages=[{**_OK, "content": 5}])), '"content" as text'),
         (json.dumps(_document(messages=[{**_OK, "token_ids": [2**70]}])), "token_ids"),
         (json.dumps(_document(messages=[{**_OK, "spans": [[1, "a"]]}])), "another form"),
+        (json.dumps(_document(messages=[{**_OK, "parent_id": [1]}])), "parent"),
         (json.dumps(_document(messages=[_OK], leaf_id=7)), "last"),
+        (json.dumps(_document(messages=[_OK], leaf_id={})), "last"),
     ],
 )
 def test_hostile_files_are_refused_and_write_nothing(text: str, complaint: str) -> None:
@@ -100,3 +104,26 @@ def test_odd_but_usable_values_are_read() -> None:
     chat = from_json(store, json.dumps(_document(messages=[row], leaf_id=1)))
     (message,) = store.path(chat.id)
     assert (message.content, message.state, message.stats) == ("?", "interrupted", {})
+
+
+_ODD = st.sampled_from(
+    [None, True, -1, 0, 3.5, 1e400, float("nan"), 10**400, 2**63, "", "\ud800", "a\x00\x1b[1m", [], [1], {}, {"a": 1},
+     [[1, 2]], [[5, "target", "answer"]], [[10**18, "n", "tool_call"]], [[2, 1], [1, 1]]]
+)  # fmt: skip
+_FIELDS = st.sampled_from(["role", "content", "reasoning", "state", "model_id", "token_ids", "spans", "rejections"])
+_MORE = st.sampled_from(["stats", "created_s", "id", "parent_id"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(_FIELDS | _MORE, _ODD), st.dictionaries(st.sampled_from(["title", "settings", "leaf_id"]), _ODD))
+def test_any_file_is_read_or_refused_in_words(message: dict[str, Any], chat: dict[str, Any]) -> None:
+    answer = {"id": 2, "parent_id": 1, "role": "assistant", "content": "an answer", **message}
+    store = private_store()
+    try:
+        imported = from_json(store, json.dumps(_document(**{"messages": [_OK, answer], "leaf_id": 1, **chat})))
+    except ChatError as refused:
+        assert str(refused) and store.chats() == ()
+        return
+    assert store.all_messages(imported.id)[0].content == "x"
+    assert to_json(imported, store.all_messages(imported.id)) and to_markdown(imported, store.path(imported.id))
+    assert len(store.search("answer")) <= 1

@@ -199,3 +199,32 @@ def test_a_picture_is_a_link_in_its_place() -> None:
     assert (
         lines(Stored("assistant", "See ![the map](http://x/y.png) here."))[1] == "See !the map (http://x/y.png) here."
     )
+
+
+_FIGURES = st.sampled_from([None, True, -1, 3, 2.5, float("nan"), float("inf"), 10**400, "x", [], {"a": 1}])
+_NAMES = st.sampled_from(["tok_per_s", "draft_n", "draft_n_accepted", "speedup_vs_plain", "completion_tokens"])
+_COUNTS = st.dictionaries(_NAMES, _FIGURES)
+_STATS = st.fixed_dictionaries(
+    {"timings": _COUNTS | _FIGURES, "usage": _COUNTS | _FIGURES, "reasoning_s": _FIGURES, "reasoning_tokens": _FIGURES}
+)
+_PHASES = st.sampled_from(["thinking", "tool_call", ""])
+_SPANS = st.lists(st.tuples(st.integers(0, 2**62) | st.integers(0, 9), st.text(max_size=3), _PHASES), max_size=4)
+_REFUSALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2**62)), max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_STATS, _SPANS, _REFUSALS, st.booleans(), st.booleans())
+def test_nothing_that_an_import_lets_in_breaks_the_drawing(
+    stats: dict[str, object],
+    spans: list[tuple[int, str, str]],
+    refusals: list[tuple[int, int]],
+    opened: bool,
+    drafts: bool,
+) -> None:
+    message = Stored(
+        "assistant", "an answer", reasoning="why", stats=stats, spans=tuple(spans), rejections=tuple(refusals)
+    )
+    look = Look(30, LOOK.renderer, opened, drafts)
+    view = MessageLines(message)
+    assert all(strip.cell_length <= 30 for strip in view.strips(look)) and view.blocks(look)
+    answer_figures(message)
