@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from localspec.api.types import Message, MetricsSnapshot, ModelInfo
+from localspec.api.types import Message
 from localspec.chats import Stored
 from localspec.matrix.bench import AS_IT_IS, OFF, BenchPlan, Cell
 from localspec.matrix.prompts import Prompt
@@ -122,11 +122,6 @@ class BenchResult:
         """The document that `localspec bench --json` prints, without its floor."""
         cells = [dataclasses.asdict(cell) for cell in self.cells]
         return json.dumps({"model": self.model, "device": self.device, "cells": cells}, indent=1) + "\n"
-
-
-def result_of(model: ModelInfo | None, now: MetricsSnapshot, cells: Sequence[Cell]) -> BenchResult:
-    """The result of cells that this engine gave."""
-    return BenchResult(model.id if model else now.model_id, now.device, tuple(cells))
 
 
 def _workloads(chosen: str, prompts: Sequence[Prompt]) -> dict[str, tuple[Prompt, ...]]:

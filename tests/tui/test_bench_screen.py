@@ -135,6 +135,9 @@ async def test_esc_stops_the_measuring_and_keeps_what_is_done(tmp_path: Path) ->
         screen = await opened(app, pilot)
         assert screen.query_one("#prompts", Select).value == BUILT_IN
         screen.query_one("#prompts", Select).value = "chat"
+        screen.query_one("#prompts", Select).action_show_overlay()
+        await pilot.press("escape")
+        assert app.screen is screen and not screen.query_one("#prompts", Select).expanded
         screen.query_one("#tokens", Input).value = "8"
         screen.query_one("#active", Input).value = "4"
         await pilot.click("#start")

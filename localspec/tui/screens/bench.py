@@ -27,12 +27,12 @@ from localspec.tui.bench_run import (
     BUILT_IN,
     THIS_CHAT,
     BenchForm,
+    BenchResult,
     best_method,
     best_of_each,
     chat_prompts,
     keys_of,
     read_plan,
-    result_of,
 )
 from localspec.tui.clipboard import write_private
 from localspec.tui.drafter_choice import choose_drafter
@@ -56,6 +56,8 @@ class BenchState:
     keys: tuple[Key, ...] = ()
     """Every cell that was asked for, in the order of measuring."""
     cells: list[Cell] = field(default_factory=list)
+    model: str = ""
+    device: str = ""
 
 
 class BenchScreen(LargeScreen[None]):
@@ -124,15 +126,13 @@ class BenchScreen(LargeScreen[None]):
         else:
             self.action_export(name)
 
-    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        event.stop()
-        self.action_apply()
-
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         self.action_start()
 
     def action_leave(self) -> None:
+        if self.close_list():
+            return
         if self._is_measuring:
             self.workers.cancel_group(self, "bench")
         else:
@@ -154,7 +154,9 @@ class BenchScreen(LargeScreen[None]):
         except SettingError as error:
             self._say(str(error))
             return
-        self._state.form, self._state.keys, self._state.cells = self._form(), keys_of(plan, model.drafters), []
+        state = self._state
+        state.form, state.keys, state.cells = self._form(), keys_of(plan, model.drafters), []
+        state.model, state.device = model.id, engine.metrics().device
         self._lay_out(self._state.keys)
         self._measure(plan)
 
@@ -168,8 +170,7 @@ class BenchScreen(LargeScreen[None]):
         if not self._state.cells:
             self._say("Nothing is measured yet.")
             return
-        engine = self._talk.engine
-        result = result_of(engine.model(), engine.metrics(), self._state.cells)
+        result = BenchResult(self._state.model, self._state.device, tuple(self._state.cells))
         path, number = self._folder / f"bench.{kind}", 1
         while path.exists():
             number += 1

@@ -111,6 +111,8 @@ class ParametersScreen(LargeScreen[Parameters | None]):
             self.app.theme = value
 
     def action_leave(self) -> None:
+        if self.close_list():
+            return
         self.app.theme = self._given.theme
         self.dismiss(None)
 
