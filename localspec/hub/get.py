@@ -155,7 +155,7 @@ def _missing_mtp(
     progress: ProgressCallback,
 ) -> list[PullResult]:
     """The MTP block of the base repository for a model whose config promises one that its files do not hold."""
-    if result.dry_run or not _promises_mtp(result) or _brings_mtp(result):
+    if result.dry_run or not promises_mtp(Path(result.directory)) or _brings_mtp(result):
         return []
     stated = next((drafter.repo for drafter in model.drafters if drafter.kind == "mtp"), None)
     base = stated or result.base_model or model.base or ""
@@ -172,8 +172,9 @@ def _missing_mtp(
         raise _LeftOut from error
 
 
-def _promises_mtp(result: PullResult) -> bool:
-    config = layout.read_json(Path(result.directory) / "config.json")
+def promises_mtp(folder: Path) -> bool:
+    """Whether a model's config.json speaks of an MTP block. Raises HubError for a damaged one."""
+    config = layout.read_json(folder / "config.json")
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
     n_layers = text.get("mtp_num_hidden_layers", 0)

@@ -18,6 +18,7 @@ from urllib.parse import quote, urldefrag, urljoin, urlsplit
 
 import httpx
 
+from localspec.hub import layout
 from localspec.hub.catalogue import HubSource, WheelSource, is_repo
 from localspec.hub.layout import check_file_name
 from localspec.hub.records import HubError, HubSettings
@@ -25,6 +26,9 @@ from localspec.hub.replies import get_reply, json_object
 from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile
 
 MAX_FILES = 500
+MAX_SMALL_FILE_BYTES = layout.MAX_JSON_BYTES
+"""Of everything but weights: a config or tokenizer is read into memory, and none is larger."""
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
@@ -128,6 +132,10 @@ def _wanted(listing: Mapping[str, Any], source: HubSource) -> list[dict[str, Any
             if "/" in name and ".." not in name:
                 continue
             check_file_name(name)
+            size_bytes = entry.get("size")
+            if not name.endswith(WEIGHT_SUFFIXES) and type(size_bytes) is int and size_bytes > MAX_SMALL_FILE_BYTES:
+                limit_mib = MAX_SMALL_FILE_BYTES >> 20
+                raise HubError(f"{name} of {source.repo} has {size_bytes} bytes, at most {limit_mib} MiB are taken")
             wanted.append(entry)
     if not wanted:
         offered = [str(s.get("rfilename")) for s in siblings if str(s.get("rfilename")).endswith(".gguf")][:3]

@@ -139,12 +139,15 @@ def probe(client: httpx.Client, remote: RemoteFile) -> RemoteFile:
 def total_size(response: httpx.Response) -> int | None:
     """Size of the whole file in bytes as the reply states it, also when it carries a part only."""
     if response.status_code == HTTP_PARTIAL:
-        total = response.headers.get("Content-Range", "").rpartition("/")[2]
-        return int(total) if total.isdecimal() else None
+        return _natural(response.headers.get("Content-Range", "").rpartition("/")[2])
     if response.status_code == HTTP_RANGE_REFUSED:
         return 0
-    length = response.headers.get("Content-Length", "")
-    return int(length) if length.isdecimal() else None
+    return _natural(response.headers.get("Content-Length", ""))
+
+
+def _natural(text: str) -> int | None:
+    """A size of a header; more digits than any file needs are no size."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 def check_response(response: httpx.Response, remote: RemoteFile) -> None:

@@ -35,7 +35,7 @@ class Fault:
     """What goes wrong with one request for the bytes of `name` ('' matches any)."""
 
     kind: str
-    """status, drop, stall, trickle, wrong_bytes, whole (200 instead of a part), other_part."""
+    """status, drop, stall, trickle, wrong_bytes, whole (200 instead of a part), other_part, redirect (to `target`)."""
     name: str = ""
     status: int = 503
     after_bytes: int = 0
@@ -43,6 +43,7 @@ class Fault:
     not_before_byte: int = 0
     """Only for requests whose range starts here or later; 1 spares the first probe."""
     times: int = 1
+    target: str = ""
 
 
 @dataclass
@@ -215,6 +216,9 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.hub.take_fault(name, asked[0] if asked else 0) if body else None
         if fault is not None and fault.kind == "status":
             self.answer(fault.status, b"", {"Retry-After": fault.retry_after} if fault.retry_after else {})
+            return
+        if fault is not None and fault.kind == "redirect":
+            self.answer(302, b"", {"Location": self.path if fault.target == "/loop" else fault.target})
             return
         if fault is not None and fault.kind == "whole":
             asked = None

@@ -1,6 +1,6 @@
-"""Fuzzes what reads foreign bytes: GGUF files, weight headers, hub listings, index pages, manifests and pins.
+"""Fuzzes what reads foreign bytes: GGUF files, weight headers, configs, hub listings, indexes, manifests and pins.
 
-    PYTHONPATH=. python tests/hub/hub_fuzz.py --seconds 600
+    PYTHONPATH=. python tests/hub/hub_fuzz.py --seconds 600 --results scripts/results/fuzz_hub.json
 
 Damaged input may be refused with the reader's own error, or be accepted when the damage does not matter; any other
 exception, more than `LIMIT_S` seconds or more than 1.5 GiB of memory is a finding, and its bytes are written to
@@ -20,12 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hub_gguf_samples import SampleModel, write_model
+from hub_hybrid_samples import write as write_hybrid
 from safetensors.numpy import save
 
-from localspec.hub import layout, pins, sources
+from localspec.hub import fit, get, gguf_architectures, layout, parts, pins, sources, support, tensor_pull
 from localspec.hub.catalogue import HubSource, read_catalogue_file
 from localspec.hub.convert import convert_gguf
 from localspec.hub.records import HubError
@@ -35,6 +37,16 @@ from localspec.storage.safetensors import SafetensorsFile
 CORPUS = Path(__file__).parent / "corpus"
 LIMIT_S = 5.0
 MEMORY_BYTES = 3 << 29
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "quantization_config": {"quant_method": "modelopt"},
+    "text_config": {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4, "max_position_embeddings": 1000, "mtp_num_hidden_layers": 1,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    },
+}  # fmt: skip
 SOURCE = HubSource("a/b", include=("*.safetensors", "*.json"))
 
 
@@ -67,6 +79,25 @@ def read_index(raw: bytes, folder: Path) -> None:
     sources._json_links(raw, "https://x/simple/p/")
 
 
+def read_config(raw: bytes, folder: Path) -> None:
+    """Everything that is told from a config.json before its model is loaded."""
+    (folder / "config.json").write_bytes(raw)
+    config = layout.read_json(folder / "config.json")
+    support.why_unsupported(config, ("llama", "qwen3_5"))
+    get.promises_mtp(folder)
+    fit.cache_shape(config).bytes_per_token("fp8", with_mtp=True)
+
+
+def read_weight_map(raw: bytes, folder: Path) -> None:
+    weight_map = tensor_pull.read_weight_map(raw, "an index")
+    parts.files_of_text(weight_map)
+    parts.files_with(weight_map, "mtp.")
+
+
+def read_peek(raw: bytes, folder: Path) -> None:
+    gguf_architectures.peek_architecture(raw[:4096])
+
+
 def read_manifest(raw: bytes, folder: Path) -> None:
     (folder / layout.MANIFEST_NAME).write_bytes(raw)
     layout.read_manifest(folder)
@@ -85,7 +116,8 @@ def read_catalogue(raw: bytes, folder: Path) -> None:
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "gguf": read_gguf, "safetensors": read_safetensors, "listing": read_listing, "index": read_index,
-    "manifest": read_manifest, "pins": read_pins, "catalogue": read_catalogue,
+    "manifest": read_manifest, "pins": read_pins, "catalogue": read_catalogue, "config": read_config,
+    "weightmap": read_weight_map, "peek": read_peek,
 }  # fmt: skip
 
 
@@ -95,9 +127,11 @@ def seeds() -> dict[str, list[bytes]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ggufs = []
-        for architecture, pre in (("llama", "smollm"), ("qwen2", "qwen2")):
+        for architecture, pre in (("llama", "smollm"), ("qwen2", "qwen2"), ("qwen3", "llama-bpe")):
             write_model(folder / "m.gguf", SampleModel(architecture=architecture, pre=pre, n_layers=1))
             ggufs.append((folder / "m.gguf").read_bytes())
+        write_hybrid(folder / "m.gguf")
+        ggufs.append((folder / "m.gguf").read_bytes())
         files = {"config.json": record}
         layout.write_manifest(folder, layout.Manifest("m", "s", "l", files, layout.fingerprint_of(files)))
         manifest = (folder / layout.MANIFEST_NAME).read_bytes()
@@ -112,6 +146,11 @@ def seeds() -> dict[str, list[bytes]]:
         "index": [json.dumps(page).encode(), b'<a href="../a.whl#sha256=00">a</a>'],
         "manifest": [manifest],
         "pins": [json.dumps({"format_version": 1, "repositories": {"a/b@main *": pin}}).encode()],
+        "config": [json.dumps(CONFIG).encode(), json.dumps(CONFIG["text_config"] | {"model_type": "llama"}).encode()],
+        "weightmap": [
+            json.dumps({"metadata": {}, "weight_map": {"mtp.a": "a.safetensors", "b": "b.safetensors"}}).encode()
+        ],
+        "peek": [raw[:4096] for raw in ggufs],
         "catalogue": [(Path(__file__).parents[2] / "models.toml").read_bytes()],
     }
 
@@ -164,6 +203,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=sorted(TARGETS))
+    parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     rng, good = random.Random(arguments.seed), seeds()
@@ -181,7 +221,10 @@ def main() -> int:
             path = CORPUS / f"{kind}-{hashlib.sha256(raw).hexdigest()[:12]}"
             path.write_bytes(raw)
             print(f"{path.name}: {problem}", flush=True)
-    print(json.dumps({"inputs": counts, "findings": len(findings)}))
+    document = {"seconds": arguments.seconds, "seed": arguments.seed, "inputs": counts, "findings": len(findings)}
+    if arguments.results is not None:
+        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
     return 1 if findings else 0
 
 
