@@ -177,6 +177,7 @@ async def _engine(options: Mapping[str, Any]) -> Any:
         device=options["device"],
         context_tokens=options["context"],
         drafters_dir=paths.drafters_dir,
+        checks_dir=paths.cache_dir,
         ngram_dir=paths.ngram_dir,
         ngram_learn=False,
     )

@@ -60,6 +60,7 @@ def run(**options: Any) -> None:
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
             kv_cache=options["kv_cache"],
+            checks_dir=config.paths.cache_dir,
             tuner_dir=config.paths.tuner_dir,
         ),
     )

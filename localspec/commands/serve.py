@@ -76,6 +76,7 @@ def serve(**options: Any) -> None:
             ngram_learn=options["learn"],
             kv_dir=config.paths.kv_dir,
             kv_cache=options["kv_cache"],
+            checks_dir=config.paths.cache_dir,
             tuner_dir=config.paths.tuner_dir,
         ),
     )

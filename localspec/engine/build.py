@@ -25,6 +25,7 @@ from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
 from localspec.engine.drafting import DrafterSet, union_of_needs
+from localspec.engine.kernel_check import check_kernels
 from localspec.engine.loop import DecodeLoop, Stages
 from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit, lay_out
 from localspec.engine.metrics import MetricsRecorder
@@ -78,6 +79,8 @@ class EngineOptions:
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_cache: str = "auto"
     """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card, unrounded on a CPU."""
+    checks_dir: Path | None = None
+    """Where it is remembered that this card's kernels were tested; None tests them at every start."""
     memory_limit_bytes: int | None = None
     """Of a card's memory, all that this process may take; None takes what is free."""
     kv_limits: SpillLimits = field(default_factory=SpillLimits)
@@ -147,6 +150,7 @@ def load_model(
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     options = options or EngineOptions(device)
     ops.cache_dtype = cache_dtype(ops, options.kv_cache)
+    check_kernels(ops, options.checks_dir, report)
     planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
     if planned is not None:
         report(f"memory: {planned.told()}")

@@ -30,6 +30,7 @@ from localspec.engine.step_profile import group_table, verdict
 from localspec.engine.synthetic_decode import Decoded, decode, identity
 from localspec.engine.warm_up import warm_up
 from localspec.hub.gpus import read_gpus
+from localspec.kernels import self_test
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
 from localspec.runner.synthetic import SyntheticCheckpoint, tensor_shapes
@@ -60,6 +61,7 @@ class SyntheticPlan:
     decode_tokens: int = 400
     decode_prompt_tokens: int = 2000
     fits: tuple[tuple[int, int], ...] = ((32768, int(17.5 * GIB)), (131072, int(20.5 * GIB)))
+    self_test_s: float = 60.0
     identity: bool = False
     """Also compare drafted answers with plain ones, token by token."""
     read_bytes: int = 8 << 30
@@ -89,6 +91,7 @@ class SyntheticBench:
         )
         self.document |= {"model": self.plan.model, "weights": "random", "device": name, "failed": [], "skipped": []}
         self.document |= {"kv_cache": str(self._ops.cache_dtype).removeprefix("torch."), "torch": torch.__version__}
+        self._section("self_test", self._test_kernels)
         self._section("rates", self._measure_rates)
         if not self._rates:
             raise ValueError("the device's own rates cannot be measured, so there is nothing to compare with")
@@ -114,6 +117,13 @@ class SyntheticBench:
             log.exception("section %s failed", name)
             self.document["failed"].append(name)
             self.say(f"{name} failed: {type(error).__name__}: {error}")
+
+    def _test_kernels(self) -> dict[str, Any]:
+        report = self_test.run(self._ops, self._ops.device, self.plan.self_test_s)
+        self.say("\n".join(report.lines()))
+        if report.failures:
+            raise RuntimeError(report.summary)
+        return {"summary": report.summary, "error": {each.group: each.error for each in report.results}}
 
     def _measure_rates(self) -> dict[str, float]:
         device, plan = self._ops.device, self.plan

@@ -31,6 +31,7 @@ PLAN = SyntheticPlan(
     depths=(2,),
     decode_tokens=24,
     decode_prompt_tokens=40,
+    self_test_s=0.0,
     read_bytes=1 << 20,
     matmul_size=64,
 )
@@ -42,6 +43,7 @@ def test_every_section_has_figures() -> None:
     assert json.loads(json.dumps(document)) == document
     assert document["failed"] == document["skipped"] == [] and document["weights"] == "random"
     assert document["kv_cache"] == "float32" and document["rates"]["read_gb_per_s"] > 0
+    assert "no time was left" in document["self_test"]["summary"]
     steps = document["steps_128"]
     assert [(each["slots"], each["rows"]) for each in steps[:2]] == [(1, 1), (1, 2)]
     assert {each["rows"] for each in steps} >= {1, 2, 3, 8, 16} and (4, 16) in {(e["slots"], e["rows"]) for e in steps}
@@ -79,7 +81,7 @@ def test_what_no_time_is_left_for_is_named() -> None:
     bench._rates = {"read": 1e9, "matmul": 1e9}
     document = bench.run()
     assert document["skipped"] == [
-        "rates", "steps_128", "groups", "prefill_130", "steps_256", "decode_off", "decode_mtp_2_synthetic_acceptance"
+        "self_test", "rates", "steps_128", "groups", "prefill_130", "steps_256", "decode_off", "decode_mtp_2_synthetic_acceptance"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="own rates"):
         SyntheticBench(replace(PLAN, time_limit_s=0.0)).run()
