@@ -81,7 +81,8 @@ def test_what_no_time_is_left_for_is_named() -> None:
     bench._rates = {"read": 1e9, "matmul": 1e9}
     document = bench.run()
     assert document["skipped"] == [
-        "self_test", "rates", "steps_128", "groups", "prefill_130", "steps_256", "decode_off", "decode_mtp_2_synthetic_acceptance"
+        "self_test", "rates", "steps_128", "groups", "prefill_130", "steps_256", "decode_off",
+        "decode_mtp_2_synthetic_acceptance",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="own rates"):
         SyntheticBench(replace(PLAN, time_limit_s=0.0)).run()
