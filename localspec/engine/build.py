@@ -35,6 +35,7 @@ from localspec.engine.packed_weights import PackedCheckpoint, load_packed
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
 from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
+from localspec.engine.token_count import with_token_count
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
 from localspec.engine.warm_up import warm_up
@@ -143,7 +144,7 @@ def load_model(
     The caller closes the checkpoint once nothing more is loaded. Raises ValueError in plain words, EngineError
     (`machine_cannot`) where no back end runs on the device.
     """
-    config = read_config(folder)
+    config = with_token_count(read_config(folder), folder)
     try:
         ops, _ = choose(resolve_device(device))
     except ValueError as error:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, drafter_module
+from localspec.engine.token_count import with_token_count
 from localspec.formats._packed_file import PackedHeader, PackedWriter, read_header
 from localspec.formats._packed_ring import PackedRing
 from localspec.formats.blocks import BlockWeight
@@ -114,7 +115,7 @@ def write_packed(folder: Path, device: str = "cpu", report: Report = lambda text
     """
     if not can_pack():
         raise ValueError("Triton is not installed, so its packed forms cannot be made")
-    config = read_config(folder)
+    config = with_token_count(read_config(folder), folder)
     sweep_temporary_files(folder)
     needed = sum(path.stat().st_size for path in folder.glob("*.safetensors")) + SPARE_BYTES
     if needed > shutil.disk_usage(folder).free:
