@@ -6,7 +6,7 @@ Both forms run the same functions in the same order; `graphs.py` only replays th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,18 +28,24 @@ MAX_MARKER_TOKENS = 8
 """Of the markers that open and end a thought."""
 
 
+def _nothing() -> None:
+    """No step before is under way."""
+
+
 @dataclass(frozen=True)
 class StepNeeds:
     """What the requests of a step ask of it, as far as the host knows: only that is computed.
 
     logprobs: alternatives at each token, None for no log-probabilities; thinking: some slot has a budget;
-    grammars: by slot. A step with grammars waits for its drafts between forward pass and acceptance.
+    grammars: by slot. A step with grammars waits for its drafts between forward pass and acceptance; `catch_up` is called
+    then, and brings the grammars to where the step begins: what the step before said is known by that time.
     """
 
     law: ProcessorPlan
     logprobs: int | None = None
     thinking: bool = False
     grammars: Mapping[int, RequestGrammar] = field(default_factory=dict)
+    catch_up: Callable[[], None] = _nothing
 
 
 def position_bound(plan: VerifyPlan) -> int:
@@ -169,6 +175,7 @@ class EagerStep:
         self, plan: VerifyPlan, drafts: Sequence[Sequence[int]], needs: StepNeeds, num_rows: int
     ) -> Tensor:
         """Masks of the step's grammars on the host, see `packed_rows`. drafts: [S][K]."""
+        needs.catch_up()
         return packed_rows(plan, drafts, needs.grammars, num_rows, self.runner.model.vocab_size)
 
     def prefill(self, plan: PrefillPlan) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -249,10 +249,10 @@ class DecodeLoop:
                 self._tickets[plan.sequence_id].clock.prefill_ms += ms
 
     def _verify(self, plan: VerifyPlan) -> None:
-        needs = self._needs(plan)
+        # Masks depend on what the step before said, which lands while this one's forward pass runs.
+        needs = replace(self._needs(plan), catch_up=lambda: self._land(drain=True))
         self._ring.push(run_verify(plan, self._device, needs, self.stages.runner.ops.waits))
-        # The next masks depend on what this step says.
-        self._land(drain=bool(needs.grammars))
+        self._land(drain=False)
 
     def _needs(self, plan: VerifyPlan) -> StepNeeds:
         requests = [ticket.request for ticket in self._tickets.values()]
