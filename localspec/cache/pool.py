@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from localspec.core.cache_spec import CacheSpec
+from localspec.core.cache_spec import CacheSpec, PlaneSpec
 from localspec.core.records import PAGE_TOKENS
 from localspec.core.state import Cache
 
@@ -19,16 +19,16 @@ class CachePool:
     Zero-filled: on a CPU the zeros cost no memory until a page is touched.
     """
 
-    def __init__(self, specs: Iterable[CacheSpec], num_pages: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, specs: Iterable[CacheSpec], num_pages: int, num_slots: int, device: torch.device, cold_pages: int = 0
+    ) -> None:
+        """`cold_pages`: room for twice as many pages of one layer of the target, where pages from host memory land."""
+        self.device = device
         self._specs = {spec.owner: spec for spec in specs}
+        self._buffers: list[torch.Tensor] = []
         self._caches = {
             owner: Cache(
-                planes={
-                    plane.name: torch.zeros(
-                        (num_pages, PAGE_TOKENS, *plane.shape), dtype=getattr(torch, plane.dtype), device=device
-                    )
-                    for plane in spec.planes
-                },
+                planes=self._planes(spec, num_pages, 2 * cold_pages if owner == "target" else 0),
                 states={
                     state.name: torch.zeros((num_slots, *state.shape), dtype=getattr(torch, state.dtype), device=device)
                     for state in spec.states
@@ -36,6 +36,28 @@ class CachePool:
             )
             for owner, spec in self._specs.items()
         }
+
+    def _planes(self, spec: CacheSpec, num_pages: int, landing_pages: int) -> dict[str, torch.Tensor]:
+        """A buffer for each plane; with a landing ground, one for all keys and one for all values, each ending in it.
+
+        A plane then reaches from its own first page to the end of the buffer, and keys and values of a layer reach the
+        ground by the same page numbers.
+        """
+        if not landing_pages:
+            return {plane.name: self._buffer(plane, num_pages) for plane in spec.planes}
+        planes: dict[str, torch.Tensor] = {}
+        for kind in ("k.", "v."):
+            group = [plane for plane in spec.planes if plane.name.startswith(kind)]
+            if len({(plane.shape, plane.dtype) for plane in group}) != 1:
+                raise ValueError(f"layers of {spec.owner} keep keys of several sizes; none of them can lie elsewhere")
+            buffer = self._buffer(group[0], len(group) * num_pages + landing_pages)
+            planes |= {plane.name: buffer[index * num_pages :] for index, plane in enumerate(group)}
+        return planes
+
+    def _buffer(self, plane: PlaneSpec, num_pages: int) -> torch.Tensor:
+        shape = (num_pages, PAGE_TOKENS, *plane.shape)
+        self._buffers.append(torch.zeros(shape, dtype=getattr(torch, plane.dtype), device=self.device))
+        return self._buffers[-1]
 
     def cache(self, owner: str) -> Cache:
         """The buffers of one owner. Raises KeyError for an owner that declared nothing."""
@@ -47,7 +69,7 @@ class CachePool:
 
     @property
     def plane_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for cache in self._caches.values() for t in cache.planes.values())
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
     @property
     def state_bytes(self) -> int:

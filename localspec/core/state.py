@@ -7,7 +7,7 @@ bounds of lengths; the true ones are here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,13 +61,22 @@ class SequenceState:
     sampling: SamplingTable
 
 
+class ColdTables(Protocol):
+    """Pages that are not on the device all the time."""
+
+    def tables(self, plane: str, block_tables: Tensor) -> Tensor:
+        """Bring those of a layer, named by its plane of keys, near; returns the tables [S, P] int32 that find them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cache:
     """Buffers behind one CacheSpec.
 
     planes: name -> [num_pages, PAGE_TOKENS, *shape]; states: name -> [S, *shape]. Page 0 is never given to a
-    sequence: rows that must not be kept write there.
+    sequence: rows that must not be kept write there. cold: set for a forward pass where some pages lie elsewhere.
     """
 
     planes: dict[str, Tensor]
     states: dict[str, Tensor]
+    cold: ColdTables | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from localspec.api.types import EngineError, MetricsSnapshot, ModelInfo
+from localspec.cache.cold import ring_pages
 from localspec.cache.pages import PagePool
 from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
-from localspec.core.records import MAX_SLOTS
+from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.engine.device_step import DeviceStep, EagerStep
@@ -27,10 +28,11 @@ from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_dra
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.kernel_check import check_kernels
 from localspec.engine.loop import DecodeLoop, Stages
-from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit, lay_out
+from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
+from localspec.engine.overflow_layout import cold_pages_for, split
 from localspec.engine.packed_weights import PackedCheckpoint, load_packed
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
@@ -46,6 +48,7 @@ from localspec.kernels.table import choose
 from localspec.models import Model, architecture
 from localspec.runner.runner import Runner
 from localspec.sampling.synthetic import SyntheticAcceptance
+from localspec.scheduler.overflow import OverflowLimits
 from localspec.scheduler.scheduler import Limits, Scheduler
 
 GPU_CHUNK_TOKENS = 2048
@@ -76,6 +79,8 @@ class EngineOptions:
     """Keep answers, never private ones, in a table of the user's own under `ngram_dir`."""
     tuner_dir: Path | None = None
     """Where the tuner keeps what it learnt; None forgets it at the end."""
+    resident_tokens: int | None = None
+    """Tokens of a context whose keys and values the device holds, the rest lies in host memory; None: what fits."""
     kv_dir: Path | None = None
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_cache: str = "auto"
@@ -152,7 +157,11 @@ def load_model(
     options = options or EngineOptions(device)
     ops.cache_dtype = cache_dtype(ops, options.kv_cache)
     check_kernels(ops, options.checks_dir, report)
-    planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
+    try:
+        planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
+    except EngineError:
+        # A context that is too large goes on in host memory; a model that is too large does not.
+        planned = check_before_loading(folder, ops, None, options.memory_limit_bytes)
     if planned is not None:
         report(f"memory: {planned.told()}")
     with torch.inference_mode():
@@ -194,16 +203,20 @@ def assemble(
 ) -> Assembled:
     """Memory, stages and the decode loop around a loaded model. Raises ValueError if the cache does not fit."""
     specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
-    memory = lay_out(model, ops, specs, limit, options.memory_limit_bytes)
-    pool = CachePool(specs, memory.num_pages, MAX_SLOTS, ops.device)
+    layout = split(model, ops, specs, limit, options.memory_limit_bytes, options.resident_tokens)
+    memory = layout.memory
+    pool = CachePool(specs, memory.num_pages, MAX_SLOTS, ops.device, layout.cold_pages)
     runner = Runner(model, ops, pool, limit, union_of_needs(drafters))
+    if layout.cold_pages:
+        table_pages = runner.state.block_tables.shape[1]
+        runner.cold = cold_pages_for(pool, model.cache_spec, layout.cold_pages, table_pages)
     drafter_set = DrafterSet(drafters, pool, ops.device)
     tuner = _tuner(drafter_set, options)
     pages = PagePool(memory.num_pages)
     scheduler = Scheduler(
         pool=pages,
         prefix=PrefixTree(pages, memory.num_snapshots, lambda snapshot: None),
-        limits=_limits(ops, limit, options),
+        limits=_limits(ops, limit, options, layout.cold_pages),
         policy=tuner,
         needs_state=pool.has_states,
     )
@@ -233,7 +246,8 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
         if ops.device.type == "cuda":
             report("compiling kernels")
             limits = assembled.scheduler.limits
-            warm_up(assembled.runner, assembled.loop.stages.device, limits.context_tokens, limits.chunk_tokens)
+            held_tokens = min(limits.context_tokens, (assembled.scheduler.pool.num_pages - 1) * PAGE_TOKENS)
+            warm_up(assembled.runner, assembled.loop.stages.device, held_tokens, limits.chunk_tokens)
         if_it_fails.pop_all()
     info = ModelInfo(
         id=place.id,
@@ -316,11 +330,14 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
     return GraphStep(runner, drafters, acceptance)
 
 
-def _limits(ops: Ops, context_tokens: int, options: EngineOptions) -> Limits:
+def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
-    if ops.device.type == "cpu":
-        return Limits(context_tokens=context_tokens, max_queued=options.max_queued)
-    return Limits(context_tokens, options.max_queued, GPU_CHUNK_TOKENS, GPU_SHARED_CHUNK_TOKENS, steady_depth=True)
+    limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued)
+    if ops.device.type != "cpu":
+        limits = replace(
+            limits, chunk_tokens=GPU_CHUNK_TOKENS, shared_chunk_tokens=GPU_SHARED_CHUNK_TOKENS, steady_depth=True
+        )  # fmt: skip
+    return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 
 def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:

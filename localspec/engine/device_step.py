@@ -137,6 +137,7 @@ class EagerStep:
         return with_forced_drafts(self.thinking, draft, self.drafters.depths_of(plan), self.runner.state)
 
     def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
+        self.make_room(plan)
         pad_to = plan.num_rows if self.runner.ops.waits else plan.graph_key.num_rows
         numbers = torch.tensor(layout_numbers(plan, pad_to), dtype=torch.int64, device=self.runner.ops.device)
         output = self.runner.verify(layout_of(numbers), draft, position_bound(plan))
@@ -145,6 +146,11 @@ class EagerStep:
         num_rows = output.logits.shape[0]
         packed = self.packed_masks(plan, draft.token_ids.tolist(), needs, num_rows).to(self.runner.ops.device)
         return self.accepted(output, draft, needs, packed)
+
+    def make_room(self, plan: VerifyPlan) -> None:
+        """A sequence that is larger than the device gives its oldest pages up before it writes new ones."""
+        for slot in plan.slots:
+            self.runner.make_room(slot.slot, slot.length_bound_tokens + slot.num_drafts)
 
     def verify_layout(self, layout: Layout, draft: Draft, max_position_bound: int, needs: StepNeeds) -> StepResult:
         """A whole step without grammars: device values only, so that a graph can hold it."""

@@ -224,7 +224,7 @@ class DecodeLoop:
             runner.pool.copy_page(admission.copy_from_page, admission.pages[len(match.pages)])
         snapshot = match.snapshot
         assert snapshot is None or isinstance(snapshot, dict)
-        runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot)
+        runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot, admission.num_ring)
         self._device.admit(sequence.slot, sequence.request)
         self.stages.drafters.admit(sequence.slot, sequence.request)
         self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
@@ -341,7 +341,7 @@ class DecodeLoop:
     def _remember_prompt(self, sequence: Sequence, num_tokens: int) -> None:
         scheduler, request = self._scheduler, sequence.request
         ids = request.prompt_ids[:num_tokens]
-        scheduler.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
+        scheduler.remember(sequence, ids)
         if scheduler.needs_state:
             snapshot: StateSnapshot = self.stages.runner.save_states(sequence.slot)
             scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ Register = Callable[[int, int], bool]
 class HostMemory:
     """Up to `cap_bytes` of memory, lent as uint8 tensors that go back when their last reference does."""
 
-    def __init__(self, cap_bytes: int, register: Register | None, unregister: Callable[[int], None] | None) -> None:
+    def __init__(self, cap_bytes: int, register: Register | None, unregister: Callable[[int], object] | None) -> None:
         """`register` None: nothing to register with."""
         self.cap_bytes = cap_bytes
         self._register = register
@@ -35,7 +37,7 @@ class HostMemory:
         self.needs_ring = False
         """The driver refused from the start: copies between the card and this memory go through a pinned buffer."""
         self._pieces: list[BufferArena] = []
-        self._registered: list[int] = []
+        self._registered: dict[int, weakref.finalize[Any, Any]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -60,11 +62,10 @@ class HostMemory:
             return torch.from_numpy(array)[:num_bytes] if array is not None else None
 
     def close(self) -> None:
-        """Unregister; nobody may use the memory with the card any more."""
+        """Unregister; nobody may use the memory with the card any more. Happens by itself with the last reference."""
         with self._lock:
-            for address in self._registered:
-                if self._unregister is not None:
-                    self._unregister(address)
+            for unregister in self._registered.values():
+                unregister()
             self._registered.clear()
 
     def _grow(self, num_bytes: int) -> bool:
@@ -76,7 +77,8 @@ class HostMemory:
             return False
         if self._register is not None:
             if self._register(piece.address, piece.cap_bytes):
-                self._registered.append(piece.address)
+                unregister = self._unregister or (lambda address: None)
+                self._registered[piece.address] = weakref.finalize(piece.memory, unregister, piece.address)
             elif self._registered:
                 self.cap_bytes = self.grown_bytes
                 log.info("the driver pins no more than %.1f GB of memory; that much is used", self.cap_bytes / 1e9)

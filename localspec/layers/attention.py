@@ -84,9 +84,10 @@ class Attention:
         """x [R, D] -> x + attention [R, D]; writes the rows' keys and values first."""
         q, gate, k, v = self._heads(self.qkv(ops, x, self.input_norm))
         pages = (step.cache.planes[self.planes[0].name], step.cache.planes[self.planes[1].name])
+        paging = step.paging_of(self.planes[0])
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        q = ops.norm_rope_store(q, k, v, norms, self.inv_freq, pages, step.paging, step.rows.positions)
-        mixed = ops.attention(q, *pages, step.paging, step.key_begin, step.key_end, self.score_scale, gate)
+        q = ops.norm_rope_store(q, k, v, norms, self.inv_freq, pages, paging, step.rows.positions)
+        mixed = ops.attention(q, *pages, paging, step.key_begin, step.key_end, self.score_scale, gate)
         return ops.linear(mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias)
 
     def _heads(self, joined: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,6 +29,12 @@ class LayerStep:
         """Rows see all keys up to their own position."""
         paging = Paging(rows.block_tables, rows.slots, rows.max_position_bound + 1)
         return cls(rows, cache, paging, torch.zeros_like(rows.positions), rows.positions + 1)
+
+    def paging_of(self, plane: PlaneSpec) -> Paging:
+        """Where rows find the keys of one layer, named by its plane of keys; its pages are on the device then."""
+        if self.cache.cold is None:
+            return self.paging
+        return replace(self.paging, block_tables=self.cache.cold.tables(plane.name, self.paging.block_tables))
 
 
 class Mixer(Protocol):

@@ -5,13 +5,14 @@ One verify path for every width, zero drafts included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from localspec.cache.cold import ColdPages, OverflowPages, OverflowSlot
 from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.core.records import Draft, Forward, HiddenNeeds, PrefillPlan, Request, Rows
-from localspec.core.state import SequenceState
+from localspec.core.state import Cache, SequenceState
 from localspec.kernels.ops import Ops
 from localspec.models import Model
 from localspec.runner.inputs import Layout, prefill_rows, verify_rows
@@ -37,11 +38,26 @@ class Runner:
         self.state: SequenceState = make_state(context_limit_tokens, model.vocab_size, ops.device)
         self._needs = needs
         self._target_cache = pool.cache("target")
+        self.cold: ColdPages | None = None
+        """Set where contexts may be larger than the device's pages."""
+        self._overflow: OverflowSlot | None = None
 
-    def admit(self, slot: int, request: Request, pages: list[int], snapshot: StateSnapshot | None) -> None:
-        """Give a slot to a request; its first `cached` tokens are already in `pages` (and in `snapshot`)."""
+    def admit(
+        self,
+        slot: int,
+        request: Request,
+        pages: list[int],
+        snapshot: StateSnapshot | None,
+        num_ring: int = 0,
+    ) -> None:
+        """Give a slot to a request; its first `cached` tokens are already in `pages` (and in `snapshot`).
+
+        num_ring: so many of the last pages are used in turn, as the request may outgrow them; one slot at a time.
+        """
         fill_slot(self.state, slot, request)
         self.set_pages(slot, 0, pages)
+        if num_ring:
+            self._overflow = OverflowSlot(slot, OverflowPages(tuple(pages[:-num_ring]), tuple(pages[-num_ring:])))
         if snapshot is None:
             self.pool.reset_states(slot)
         else:
@@ -57,12 +73,29 @@ class Runner:
         """The sequence of this slot ended."""
         release_slot(self.state, slot)
         self.state.block_tables[slot].zero_()
+        if self.cold is not None and self._overflow is not None and self._overflow.slot == slot:
+            self.cold.release(slot)
+            self._overflow = None
+
+    @property
+    def overflows(self) -> bool:
+        """Whether a sequence has pages in host memory, which captured graphs do not fetch."""
+        return self.cold is not None and self.cold.is_used
+
+    def make_room(self, slot: int, end_tokens: int) -> None:
+        """Before a step that may write a slot's tokens below `end_tokens`."""
+        if self.cold is not None and self._overflow is not None and self._overflow.slot == slot:
+            self._overflow.advance(end_tokens, self.cold, self.state.block_tables)
+
+    def _cache(self) -> Cache:
+        return replace(self._target_cache, cold=self.cold) if self.overflows else self._target_cache
 
     @torch.inference_mode()
     def prefill(self, plan: PrefillPlan) -> tuple[Rows, Forward]:
         """Read a chunk of a prompt into the cache."""
+        self.make_room(plan.slot, plan.end_tokens)
         rows = prefill_rows(plan, self.state, self.ops.prefill_row_multiple)
-        forward = self.model.forward(rows, self._target_cache, self._needs)
+        forward = self.model.forward(rows, self._cache(), self._needs)
         self.state.pending_rows[plan.slot] = 0
         return rows, forward
 
@@ -70,7 +103,7 @@ class Runner:
     def verify(self, layout: Layout, draft: Draft, max_position_bound: int) -> VerifyOutput:
         """Run every decoding sequence's window. Nothing is committed before acceptance."""
         rows = verify_rows(layout, draft, self.state, max_position_bound)
-        forward = self.model.forward(rows, self._target_cache, self._needs)
+        forward = self.model.forward(rows, self._cache(), self._needs)
         return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
 
     @torch.inference_mode()

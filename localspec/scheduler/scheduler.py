@@ -26,6 +26,7 @@ from localspec.core.records import (
     VerifyPlan,
 )
 from localspec.scheduler.chunks import ChunkSizes
+from localspec.scheduler.overflow import OverflowLimits, share_for
 from localspec.scheduler.sequence import Sequence, Stage
 
 PROMPT_TAIL_TOKENS = 16
@@ -42,6 +43,7 @@ class Limits:
     chunk_tokens: int = SEGMENT_TOKENS
     shared_chunk_tokens: int = PAGE_TOKENS
     target_step_ms: float = 50.0
+    overflow: OverflowLimits = field(default_factory=OverflowLimits)
     steady_depth: bool = False
     """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""
 
@@ -62,6 +64,8 @@ class Admission:
     match: Match
     pages: tuple[int, ...]
     copy_from_page: int | None
+    num_ring: int = 0
+    """Of a sequence that is larger than the device: how many of the last `pages` are used in turn."""
 
 
 class QueueFull(Exception):
@@ -124,9 +128,11 @@ class Scheduler:
         if slot is None or sequence is None:
             return None
         request = sequence.request
-        match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
         bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS
         total_pages = -(-bound // PAGE_TOKENS)
+        if total_pages > self.pool.num_pages - 1:
+            return self._admit_larger(sequence, slot, total_pages)
+        match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
         held = [*match.pages, *([match.partial_page] if match.partial_page is not None else [])]
         self.pool.retain(held)
         wanted = total_pages - len(match.pages)
@@ -135,6 +141,23 @@ class Scheduler:
         if wanted > self.pool.num_free:
             self.pool.release(held)
             return None
+        return self._place(sequence, slot, match, wanted)
+
+    def _admit_larger(self, sequence: Sequence, slot: int, total_pages: int) -> Admission | None:
+        """A sequence that the device cannot hold: one at a time, and only if host memory holds the rest of it."""
+        if any(other.num_ring for other in self.active):
+            return None
+        share = share_for(
+            sequence.request, total_pages, self.pool, self.prefix, self.limits.overflow, self.needs_state
+        )  # fmt: skip
+        if share is None:
+            return None
+        sequence.num_ring = share.num_ring
+        return self._place(sequence, slot, share.match, share.num_head + share.num_ring - len(share.match.pages))
+
+    def _place(self, sequence: Sequence, slot: int, match: Match, wanted: int) -> Admission:
+        """Into a slot, with `wanted` pages after the matched ones."""
+        request = sequence.request
         fresh = self.pool.allocate(wanted, after=match.pages[-1] if match.pages else None)
         if match.partial_page is not None:
             self.pool.release((match.partial_page,))
@@ -148,7 +171,7 @@ class Scheduler:
         sequence.state_positions = self._state_positions(request, match)
         done = sequence.prefilled_tokens >= sequence.prefill_target_tokens
         sequence.stage = Stage.DECODE if done else Stage.PREFILL
-        return Admission(sequence, match, tuple(sequence.pages), match.partial_page)
+        return Admission(sequence, match, tuple(sequence.pages), match.partial_page, sequence.num_ring)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run. Alternates when both kinds are due."""
@@ -194,17 +217,17 @@ class Scheduler:
         if sequence.stage is Stage.PREFILL:
             ids = ids[: sequence.prefilled_tokens]
         if keep and ids:
-            self.prefix.insert(ids, sequence.pages, sequence.request.chat_id, sequence.request.cache_salt)
+            self.remember(sequence, ids)
         self.pool.release(sequence.pages)
         self._slots[sequence.slot] = None
         sequence.stage = Stage.FINISHED
 
-    def remember_prefix(self, sequence: Sequence, num_tokens: int) -> None:
-        """Put the first `num_tokens` of a running sequence into the tree, whole pages only."""
-        whole = num_tokens // PAGE_TOKENS * PAGE_TOKENS
-        if whole:
-            request = sequence.request
-            self.prefix.insert(request.prompt_ids[:whole], sequence.pages, request.chat_id, request.cache_salt)
+    def remember(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
+        """Put the first tokens of a sequence into the tree, of one that is larger than the device those that stay."""
+        request = sequence.request
+        if sequence.num_ring:
+            ids = ids[: (len(sequence.pages) - sequence.num_ring) * PAGE_TOKENS]
+        self.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
 
     def _miss_reason(self, sequence: Sequence, match: Match) -> str:
         """Asked after the pages were taken, so that what was evicted for this very request counts as evicted."""
@@ -249,7 +272,8 @@ class Scheduler:
         spare_rows = MAX_ROWS - len(decoding)
         slots = []
         for index, sequence in enumerate(decoding):
-            drafter, depth = self.policy.choose(sequence, len(decoding))
+            # Drafters' own planes do not follow a sequence that is larger than the device.
+            drafter, depth = ("off", 0) if sequence.num_ring else self.policy.choose(sequence, len(decoding))
             share = spare_rows // (len(decoding) - index)
             room = sequence.prompt_tokens + sequence.request.max_tokens - sequence.length_bound_tokens - 1
             depth = max(0, min(depth, share) if self.limits.steady_depth else min(depth, share, room))

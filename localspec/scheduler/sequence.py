@@ -28,6 +28,8 @@ class Sequence:
     stage: Stage = Stage.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    num_ring: int = 0
+    """Last of the pages that are used in turn, in a sequence that is larger than the device."""
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     length_bound_tokens: int = 0

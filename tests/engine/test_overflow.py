@@ -1,0 +1,114 @@
+"""Conversations larger than the device: the same bits as where everything fits, beside other streams too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from localspec.api.types import EngineError, Sampling
+from localspec.core.records import PAGE_TOKENS
+from localspec.engine import overflow_layout
+from localspec.engine.build import Assembled, EngineOptions, assemble
+from localspec.scheduler.sequence import Stage
+from tests.engine.tier_machine import Machine, facts, prompt_ids, wait
+from tests.helpers.engine import Collected, make_request, run
+
+pytestmark = pytest.mark.torch
+LIMIT = 2048
+LAW = Sampling(temperature=0.9, top_k=30)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@contextmanager
+def engine(machine: Machine, resident_tokens: int | None, kv_dir: Path | None = None) -> Iterator[Assembled]:
+    options = EngineOptions(device="cpu", resident_tokens=resident_tokens, kv_dir=kv_dir, host_bytes=1 << 26)
+    parts = assemble(machine.model, machine.ops, LIMIT, machine.drafters(), options)
+    parts.loop.start()
+    try:
+        yield parts
+    finally:
+        parts.loop.stop()
+
+
+# 16 device pages of which a sequence may have 4 + 7: everything beyond 704 tokens moves some.
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(900, 90), (1300, 30)])
+def test_the_bits_are_those_of_a_device_that_holds_all(machine: Machine, num_tokens: int, max_tokens: int) -> None:
+    ask = dict(max_tokens=max_tokens, logprobs=0, sampling=LAW)
+    request = make_request(prompt_ids(3, num_tokens), drafter="mtp", depth=3, **ask)
+    with engine(machine, None) as parts:
+        assert parts.runner.cold is None
+        [whole] = run(parts, [request])
+    with engine(machine, 256) as parts:
+        assert parts.scheduler.pool.num_pages == 16
+        [split] = run(parts, [request])
+        cold = parts.runner.cold
+        assert cold is not None and not cold.is_used, "given back at the end"
+        assert parts.scheduler.prefix.num_pages <= 4
+        # The next turn resumes after the pages that stayed.
+        second = [*request.prompt_ids, *split.token_ids, *prompt_ids(1, 5)][: LIMIT - 40]
+        [after] = run(parts, [make_request(second, **{**ask, "max_tokens": 8})])
+        assert parts.scheduler.needs_state or after.cached_tokens == 4 * PAGE_TOKENS
+    assert facts([split]) == facts([whole])
+    with engine(machine, None) as parts:
+        assert facts(run(parts, [make_request(second, **{**ask, "max_tokens": 8})])) == facts([after])
+
+
+def test_beside_other_streams_and_one_after_the_other(machine: Machine) -> None:
+    long = [make_request(prompt_ids(seed, 960), max_tokens=16, logprobs=0, sampling=LAW) for seed in (1, 2)]
+    short = make_request(prompt_ids(5, 40), drafter="ngram", depth=4, max_tokens=40, logprobs=0, sampling=LAW)
+    with engine(machine, None) as parts:
+        wanted = run(parts, [*long, short])
+    with engine(machine, 256) as parts:
+        items = [Collected() for _ in range(3)]
+        for request, item in zip([*long, short], items, strict=True):
+            parts.loop.submit(request, item.see)
+        most = 0
+
+        def overflowing() -> bool:
+            nonlocal most
+            running = [s for s in parts.scheduler.active if s.num_ring and s.stage is not Stage.FINISHED]
+            most = max(most, len(running))
+            return all(item.done.is_set() for item in items)
+
+        wait(overflowing, 120.0)
+        assert most == 1
+    assert facts(items) == facts(wanted)
+
+
+def test_a_cancelled_one_gives_everything_back(machine: Machine) -> None:
+    request = make_request(prompt_ids(1, 900), max_tokens=200)
+    with engine(machine, 256) as parts:
+        item = Collected()
+        ticket = parts.loop.submit(request, item.see)
+        wait(lambda: parts.runner.overflows)
+        parts.loop.cancel(ticket)
+        assert item.done.wait(20)
+        parts.loop.call(parts.scheduler.prefix.clear).result(20)
+        assert parts.scheduler.pool.num_free == parts.scheduler.pool.num_pages - 1
+        assert not parts.runner.overflows
+        [again] = run(parts, [make_request(prompt_ids(1, 980), max_tokens=4, logprobs=0)])
+    with engine(machine, None) as parts:
+        assert facts(run(parts, [make_request(prompt_ids(1, 980), max_tokens=4, logprobs=0)])) == facts([again])
+
+
+def test_what_stays_is_kept_below_the_device(machine: Machine, tmp_path: Path) -> None:
+    """Only the head of a conversation is copied and written, and never a page that was used twice."""
+    request = make_request(prompt_ids(1, 980), max_tokens=6, logprobs=0)
+    with engine(machine, 256, tmp_path / "kv") as parts:
+        [one] = run(parts, [request])
+    with engine(machine, None, tmp_path / "kv") as parts:
+        [again] = run(parts, [request])
+        assert again.cached_tokens <= 4 * PAGE_TOKENS and facts([again]) == facts([one])
+
+
+def test_a_machine_without_the_memory_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overflow_layout, "HOST_SHARE", 0.0)
+    with pytest.raises(EngineError, match="choose a smaller --context"):
+        assemble(machine.model, machine.ops, LIMIT, {}, EngineOptions(device="cpu", resident_tokens=256))
