@@ -55,7 +55,8 @@ CHAT_FORMS = (
     "What are the advantages and disadvantages of {topic}?", "How does {topic} work?", "Tell me about {topic}.",
     "Write an email to a colleague about {topic}.", "Give me five tips about {topic}.", "Write a poem about {topic}.",
     "Imagine you are an expert on {topic}. What would you tell a beginner?", "Who invented {topic}?",
-    "Describe the history of {topic}.", "Compare {topic} with {other}.", "What is {topic}?", "Why is {topic} important?",
+    "Describe the history of {topic}.", "Compare {topic} with {other}.", "What is {topic}?",
+    "Why is {topic} important?",
     "Write a product description about {topic}.", "What should I know before I start with {topic}?",
     "Act as a teacher and give a lesson on {topic}.", "Make a plan for a week around {topic}.",
     "Write a dialogue between two friends about {topic}.", "What are common mistakes in {topic}?",
@@ -133,8 +134,8 @@ def code_and_text(chance: random.Random) -> list[dict[str, str]]:
         if ("{summary}" in form or "{head}" in form) and not parts["summary"]:
             continue
         prompts.append({"kind": "code", "prompt": form.format(**parts)})
-    for text in chance.sample(texts * 3, min(TEXT_PROMPTS, 3 * len(texts))):
-        prompts.append({"kind": "summary", "prompt": chance.choice(TEXT_FORMS).format(text=text)})
+    chosen = chance.sample(texts * 3, min(TEXT_PROMPTS, 3 * len(texts)))
+    prompts += [{"kind": "summary", "prompt": chance.choice(TEXT_FORMS).format(text=text)} for text in chosen]
     unique = {row["prompt"]: row for row in prompts}
     return list(unique.values())
 
@@ -173,8 +174,8 @@ def measured_prompts(data: Path) -> list[tuple[str, str]]:
     """(kind of work, prompt) of every set that is measured."""
     with gzip.open(data / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
         found = [("code", json.loads(line)["prompt"]) for line in file]
-    for line in (data / "gsm8k_test_400.jsonl").read_text(encoding="utf-8").splitlines():
-        found.append(("maths", json.loads(line)["question"]))
+    lines = (data / "gsm8k_test_400.jsonl").read_text(encoding="utf-8").splitlines()
+    found += [("maths", json.loads(line)["question"]) for line in lines]
     kinds = {"summarization": "summary", "math_reasoning": "maths", "coding": "code", "math": "maths"}
     for line in (data / "spec_bench_320.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -113,7 +113,8 @@ class Maker:
                 if ids and ids[-1] in self.stop_ids:
                     found.append(self.text.tokenizer.decode(ids[:-1]).strip())
 
-        write_answers(self.target, [Prompt(begin, greedy=False)] * count, self.stop_ids, self.limits(OWN_TOKENS, 1.0), take)
+        asked = [Prompt(begin, greedy=False)] * count
+        write_answers(self.target, asked, self.stop_ids, self.limits(OWN_TOKENS, 1.0), take)
         return sorted({text for text in found if len(text) >= 12})
 
     def write(self, prompts: list[Prompt], store: AnswerStore, tokens: int) -> None:

@@ -128,7 +128,7 @@ def make_locator(
     def locate(model_id: str, report: Callable[[str], None]) -> ModelPlace:
         from localspec.api.types import EngineError
         from localspec.engine.build import ModelPlace
-        from localspec.hub.pull import pull
+        from localspec.hub.get import Wish, get
         from localspec.hub.records import HubError
 
         def show(progress: PullProgress) -> None:
@@ -142,7 +142,7 @@ def make_locator(
             if not (folder / "localspec.json").is_file():
                 if entry is None or not entry.demo:
                     raise EngineError("model_not_found", _not_installed(known, model_id))
-                pull(entry, config.paths.data_dir, hub_settings(config), show, offline=offline)
+                get(known, Wish(entry.id, offline=offline), config.paths.data_dir, hub_settings(config), show)
             _refuse_unsuited(known, name, folder, device)
             _check_files(folder)
             if entry is None:

@@ -82,17 +82,26 @@ class WheelSource:
     member_sha256: str
 
 
-Source = HubSource | WheelSource
+@dataclass(frozen=True)
+class BundledSource:
+    """Files that come with this program: a folder under `localspec/data/drafters`, every file pinned."""
+
+    folder: str
+    files: tuple[PinnedFile, ...]
+
+
+Source = HubSource | WheelSource | BundledSource
 
 
 @dataclass(frozen=True)
 class DrafterEntry:
-    """A drafter that fits the model. Without `repo` and `model` it lies in the model's own files."""
+    """A drafter that fits the model. Without `repo`, `model` and `bundled` it lies in the model's own files."""
 
     kind: str
     repo: str | None = None
     model: str | None = None
     verified: bool = False
+    bundled: BundledSource | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,9 @@ def drafter_entry(catalogue: Catalogue, model: ModelEntry, kind: str) -> ModelEn
         # It runs as a model of its own, so it is fetched, checked and converted as one.
         small = catalogue.find(drafter.model)
         return replace(small, id=drafter_id, title=title, aliases=(), demo=False, advice="")
+    if drafter.bundled is not None:
+        sources = (drafter.bundled,)
+        return ModelEntry(drafter_id, title, "", DRAFTER_FORMAT, model.licence, sources, verified=drafter.verified)
     if drafter.repo is None:
         raise HubError(f"the drafter {kind} of {model.id} comes with the model itself; there is nothing to pull")
     entry = replace(entry_for_repo(drafter.repo), id=drafter_id, title=title, format=DRAFTER_FORMAT)
@@ -301,7 +313,7 @@ def _read_source(table: Table) -> Source:
     return source
 
 
-def _read_hub_source(table: Table) -> HubSource:
+def _read_files(table: Table) -> tuple[PinnedFile, ...]:
     files = []
     for entry in table.tables("files"):
         files.append(
@@ -312,10 +324,14 @@ def _read_hub_source(table: Table) -> HubSource:
             )
         )
         entry.finish()
+    return tuple(files)
+
+
+def _read_hub_source(table: Table) -> HubSource:
     source = HubSource(
         repo=table.text("repo", _REPO),
         revision=table.text("revision", _REVISION, "main"),
-        files=tuple(files),
+        files=_read_files(table),
         include=table.texts("include"),
         mirrors=table.texts("mirrors"),
     )
@@ -338,9 +354,12 @@ def _read_wheel_source(table: Table) -> WheelSource:
 
 def _read_drafter(table: Table) -> DrafterEntry:
     kind = table.choice("kind", DRAFTER_KINDS)
-    repo, model = table.take("repo", str, ""), table.take("model", str, "")
-    drafter = DrafterEntry(kind, repo or None, model or None, table.take("verified", bool))
+    repo, model, folder = (table.take(key, str, "") for key in ("repo", "model", "bundled"))
+    bundled = BundledSource(check_model_id(folder), _read_files(table)) if folder else None
+    drafter = DrafterEntry(kind, repo or None, model or None, table.take("verified", bool), bundled)
     table.finish()
+    if bundled is not None and (repo or model or not bundled.files):
+        raise HubError(f"{table.where}: a bundled drafter has 'files' with their hashes, no 'repo' and no 'model'")
     if repo and not _REPO.fullmatch(repo):
         raise HubError(f"{table.where}: 'repo' is {repo!r}, an address 'owner/name' is needed")
     if kind == "draft_model" and not (repo or model):

@@ -35,7 +35,8 @@ AUTO, NONE = "auto", "none"
 @dataclass(frozen=True)
 class Wish:
     """What a user asked for. `name`: a model, `MODEL.KIND`, or a hub address. `drafters`: kinds, `KIND=owner/name`,
-    `auto` (the model's own MTP block, from its base repository where the export lost it) or `none`."""
+    `auto` (drafters that come with this program, and the model's own MTP block, from its base repository where the
+    export lost it) or `none`."""
 
     name: str
     drafters: tuple[str, ...] = (AUTO,)
@@ -76,6 +77,9 @@ def get(
             progress(PullProgress("note", f"{model.id} holds its mtp block; there is nothing more to pull for it"))
             continue
         found.append(_get_drafter(catalogue, model, kind, wish, data_dir, settings, progress))
+    if AUTO in wish.drafters:
+        own = [drafter.kind for drafter in model.drafters if drafter.bundled is not None and drafter.kind not in named]
+        found += [_get_drafter(catalogue, model, kind, wish, data_dir, settings, progress) for kind in own]
     if AUTO in wish.drafters and "mtp" not in named:
         with contextlib.suppress(_LeftOut):
             found += _missing_mtp(catalogue, model, result, wish, data_dir, settings, progress)

@@ -18,7 +18,8 @@ from types import MappingProxyType
 import httpx
 
 from localspec.hub import layout, sources, support
-from localspec.hub.catalogue import DRAFTER_FORMAT, HubSource, ModelEntry, PinnedFile, WheelSource
+from localspec.hub.bundled import bundled_plan
+from localspec.hub.catalogue import DRAFTER_FORMAT, BundledSource, HubSource, ModelEntry, PinnedFile, WheelSource
 from localspec.hub.fetching import Job, Plan, check_disk, fetch_file, file_here, held_bytes, small_file
 from localspec.hub.gguf_architectures import PEEK_BYTES, peek_architecture, why_unsupported
 from localspec.hub.install import LocalFile, NewModel, install
@@ -148,7 +149,10 @@ def _pull_from_first(job: Job, dry_run: bool, unless_same: bool) -> PullResult:
     if not reasons:
         wanted = "; or ".join(_described(source) for source in job.entry.sources if isinstance(source, HubSource))
         reasons.append(f"{wanted} not in the hub cache, and offline mode was asked for; import the files, or go online")
-    raise HubError(f"{job.entry.id} could not be fetched: {'; '.join(dict.fromkeys(reasons))}")
+    told = "; ".join(dict.fromkeys(reasons))
+    if all("cannot be reached" in reason for reason in reasons):
+        told += "; behind a proxy set HTTPS_PROXY, for a mirror HF_ENDPOINT"
+    raise HubError(f"{job.entry.id} could not be fetched: {told}")
 
 
 def _origin(label: str) -> str:
@@ -176,6 +180,8 @@ def _candidates(job: Job) -> Iterator[tuple[str, Callable[[], Plan]]]:
             for address in sources.hub_addresses(source, job.settings):
                 label = f"{source.repo} on {httpx.URL(address).host}"
                 yield label, partial(_locate_hub, job, source, address)
+        elif isinstance(source, BundledSource):
+            yield "this program's own files", partial(bundled_plan, job, source)
         elif not job.offline:
             yield f"the package index ({source.requirement})", partial(_wheel_plan, job, source)
 

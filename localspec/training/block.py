@@ -20,7 +20,7 @@ from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_
 from localspec.drafters.dspark import read_head_shape
 from localspec.training.answers import Batch
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, initialise, rotate
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
 START_SCALE = 0.25
@@ -28,6 +28,7 @@ START_SCALE = 0.25
 ROW_WEIGHT = 0.8
 """Weight of each further position of a block, relative to the one before it."""
 CONFIDENCE_WEIGHT = 0.1
+KNOWN_HEAD = ("vanilla", True, True)
 MEASURED_BLOCKS = 64
 """Places of each sequence that are measured in one pass."""
 
@@ -101,14 +102,14 @@ class TrainableBlock:
     """Meets `TrainableDrafter`, for DFlash and DSpark."""
 
     def __init__(self, config: Mapping[str, Any], target: Target, vocabulary: DraftVocabulary, seed: int) -> None:
-        """config: of `block_config`. Raises ValueError for a config that does not fit the target or is not trained here."""
+        """config: of `block_config`. Raises ValueError if it does not fit or has options not trained here."""
         self.config = dict(config)
         read = BlockConfig(config)
         self.shape = shape = read_block_shape(read, target.num_layers, target.hidden_size)
         head = read_head_shape(read) if read.get("markov_rank") else None
         if shape.conv_taps or any(view.window or not view.causal for view in shape.layers):
             raise ValueError("block drafters are trained with causal blocks, without windows and convolutions")
-        if head is not None and not (head.markov == "vanilla" and head.confidence_with_markov and head.sample_from_anchor):
+        if head is not None and (head.markov, head.confidence_with_markov, head.sample_from_anchor) != KNOWN_HEAD:
             raise ValueError("dspark is trained with a vanilla Markov head that samples from the anchor")
         self.kind = "dflash" if head is None else "dspark"
         # Row r of a block guesses the token at its own place (1), or the one behind it (0).
@@ -146,13 +147,13 @@ class TrainableBlock:
             normed = layer.input_layernorm.norm(x)
             joined = torch.cat([context, normed], dim=1)
             all_positions = torch.cat([places.expand(batch, -1), positions], dim=1)
-            k = part.k_norm.norm(part.k_proj.multiply(joined).unflatten(-1, (-1, shape.head_dim)))
-            v = part.v_proj.multiply(joined).unflatten(-1, (-1, shape.head_dim))
-            q = part.q_norm.norm(part.q_proj.multiply(normed).unflatten(-1, (-1, shape.head_dim)))
+            k = part.k_norm.norm(in_heads(part.k_proj.multiply(joined), shape.head_dim))
+            v = in_heads(part.v_proj.multiply(joined), shape.head_dim)
+            q = part.q_norm.norm(in_heads(part.q_proj.multiply(normed), shape.head_dim))
             q, k = rotate(q, positions, self._inv_freq), rotate(k, all_positions, self._inv_freq)
             x = x + part.o_proj.multiply(attend(q, k, v, visible))
             x = x + layer.mlp.run(layer.post_attention_layernorm.norm(x))
-        return net.norm.norm(x).unflatten(1, (-1, rows))
+        return net.norm.norm(x).view(batch, -1, rows, shape.hidden_size)
 
     @staticmethod
     def _visible(anchors: Tensor, places: Tensor, offsets: Tensor) -> Tensor:

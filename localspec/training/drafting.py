@@ -171,7 +171,8 @@ def walk(matches: Tensor, batch: Batch, tally: Tally) -> None:
     depth = matches.shape[2]
     tally.reached = tally.reached or [0] * depth
     starts, ends = batch.answer_from.tolist(), batch.ends.tolist()
-    for row, newest in enumerate(starts):
+    for row, start in enumerate(starts):
+        newest = start
         while newest < ends[row] - 1:
             count = min(accepted[row][newest], ends[row] - 1 - newest)
             tally.steps += 1

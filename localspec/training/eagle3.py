@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from localspec.drafters.eagle3 import Eagle3Shape, read_shape
 from localspec.training.answers import Batch
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, initialise, rotate
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
 TRAINED_STEPS = 4
@@ -102,7 +102,7 @@ class TrainableEagle3:
             normed = layer.hidden_norm.norm(hidden)
             wide = torch.cat([embedding.to(normed.dtype), normed], dim=-1)
             q, k, v = (
-                each.multiply(wide).unflatten(-1, (-1, shape.head_dim))
+                in_heads(each.multiply(wide), shape.head_dim)
                 for each in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
             )
             positions = (places + step)[None]

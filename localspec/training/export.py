@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL",
     torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-NVFP4_SETTINGS = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": []}
+NVFP4_SETTINGS: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": None,
+    "exclude_modules": [],
+}
 
 
 def export(drafter: TrainableDrafter, folder: Path, form: Form = "bf16") -> None:

@@ -24,7 +24,7 @@ from localspec.models.qwen3_5 import read_shape
 from localspec.storage.files import AtomicFile
 from localspec.storage.safetensors import write_safetensors
 from localspec.training.export import tensor_item
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise, rotate
+from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens
 
 PREFIX = "model.language_model."
@@ -48,8 +48,8 @@ class GatedAttention(nn.Module):
     def heads(self, x: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q and gate [B, T, H, d], k and v [B, T, Hkv, d]."""
         head_dim = self.shape.head_dim
-        q, gate = self.q_proj.multiply(x).unflatten(-1, (-1, 2, head_dim)).unbind(3)
-        k, v = (each.multiply(x).unflatten(-1, (-1, head_dim)) for each in (self.k_proj, self.v_proj))
+        q, gate = in_heads(self.q_proj.multiply(x), 2 * head_dim).chunk(2, dim=-1)
+        k, v = (in_heads(each.multiply(x), head_dim) for each in (self.k_proj, self.v_proj))
         q, k = self.q_norm.norm(q), self.k_norm.norm(k)
         return rotate(q, positions, inv_freq), gate, rotate(k, positions, inv_freq), v
 
@@ -88,21 +88,21 @@ class DeltaNet(nn.Module):
         padded = functional.pad(qkv, (shape.conv_taps - 1, 0))
         mixed = functional.silu(functional.conv1d(padded, kernel, groups=shape.conv_width)).transpose(1, 2).float()
         key = shape.num_key_heads * shape.key_head_dim
-        q, k, v = mixed.split([key, key, shape.value_width], dim=-1)
+        q, k, v = torch.split(mixed, [key, key, shape.value_width], dim=-1)
         repeats = shape.num_value_heads // shape.num_key_heads
         q, k = (_normed(each, shape.key_head_dim).repeat_interleave(repeats, dim=2) for each in (q, k))
         beta = self.in_proj_b.multiply(x).float().sigmoid()
         decay = -self.A_log.exp() * functional.softplus(self.in_proj_a.multiply(x).float() + self.dt_bias)
         with torch.autocast(x.device.type, enabled=False):
-            v = v.unflatten(-1, (-1, shape.value_head_dim))
+            v = in_heads(v, shape.value_head_dim)
             out = gated_delta(q * shape.key_head_dim**-0.5, k, v, beta, decay)
-        z = self.in_proj_z.multiply(x).unflatten(-1, (-1, shape.value_head_dim)).float()
+        z = in_heads(self.in_proj_z.multiply(x), shape.value_head_dim).float()
         gated = self.norm.norm(out) * functional.silu(z)
         return self.out_proj.multiply(gated.flatten(2).to(x.dtype))
 
 
 def _normed(x: Tensor, head_dim: int) -> Tensor:
-    heads = x.unflatten(-1, (-1, head_dim))
+    heads = in_heads(x, head_dim)
     return heads * torch.rsqrt(heads.square().sum(dim=-1, keepdim=True) + L2_EPS)
 
 
@@ -112,8 +112,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) ->
     q, k [B, T, H, K], v [B, T, H, V], beta and decay (logarithm) [B, T, H], float32, T a multiple of CHUNK
     -> [B, T, H, V].
     """
-    q, k, v = (each.transpose(1, 2).unflatten(2, (-1, CHUNK)) for each in (q, k, v))  # [B, H, N, C, .]
-    beta, decay = (each.transpose(1, 2).unflatten(2, (-1, CHUNK)) for each in (beta, decay))
+    q, k, v, beta, decay = (_in_chunks(each) for each in (q, k, v, beta, decay))  # [B, H, N, C, ...]
     summed = decay.cumsum(dim=-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     span = (summed[..., :, None] - summed[..., None, :]).masked_fill(~lower, -torch.inf).exp()
@@ -122,7 +121,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) ->
     system = system + torch.eye(CHUNK, device=q.device)
     sides = torch.cat([v * beta[..., None], weighted * summed.exp()[..., None]], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    updates, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    updates, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
     inside = q @ k.transpose(-1, -2) * span
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
     outputs: list[Tensor] = []
@@ -133,6 +132,12 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) ->
         left = k[:, :, chunk] * (end - grown).exp()[..., None]
         state = state * end.exp()[..., None] + left.transpose(-1, -2) @ new
     return torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """[B, T, H, ...] -> [B, H, T / CHUNK, CHUNK, ...]."""
+    x = x.transpose(1, 2)
+    return x.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:])
 
 
 class _Layer(nn.Module):
@@ -256,7 +261,8 @@ def load_hybrid(config: Mapping[str, Any], checkpoint: Checkpoint) -> HybridModu
             stored = name if name.startswith("lm_head") else f"{PREFIX}{name}"
             found = checkpoint.weight(stored).dequantise() if parameter.ndim == 2 else checkpoint.vector(stored)
             if found.shape != parameter.shape:
-                raise ValueError(f"{stored} has shape {tuple(found.shape)}, the config asks for {tuple(parameter.shape)}")
+                wanted = tuple(parameter.shape)
+                raise ValueError(f"{stored} has shape {tuple(found.shape)}, the config asks for {wanted}")
             parameter.copy_(found)
     return module
 

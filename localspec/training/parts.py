@@ -57,6 +57,8 @@ class ScaledMatrix(Matrix):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__(rows, columns)
         self.register_buffer("scale", torch.ones(columns), persistent=False)
+        self.filled = False
+        """Whether the weight comes from a file and must go on to mean what it means."""
 
     @property
     def can_round(self) -> bool:
@@ -70,7 +72,11 @@ class ScaledMatrix(Matrix):
     def fit_inputs(self, inputs: Tensor) -> None:
         """inputs: [..., K] examples; from now on the weight is in units of each column's root mean square."""
         mean_square = inputs.detach().float().flatten(0, -2).square().mean(dim=0)
-        self.scale.copy_(mean_square.clamp(min=1e-8).rsqrt())
+        scale = mean_square.clamp(min=1e-8).rsqrt()
+        if self.filled:
+            with torch.no_grad():
+                self.weight.mul_(self.scale / scale)
+        self.scale.copy_(scale)
 
 
 class _Rounded(torch.autograd.Function):
@@ -108,7 +114,8 @@ class GatedMlp(nn.Module):
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = Matrix(inner, hidden), Matrix(inner, hidden), Matrix(hidden, inner)
+        self.gate_proj, self.up_proj = Matrix(inner, hidden), Matrix(inner, hidden)
+        self.down_proj = Matrix(hidden, inner)
 
     def run(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
@@ -124,14 +131,17 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def in_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[..., H * D] -> [..., H, D]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """q [B, T, H, D]; k, v [B, U, Hkv, D]; visible [B or 1, T, U] bool, None: causal (T = U) -> [B, T, H * D]."""
     group = q.shape[2] // k.shape[2]
     k, v = (each.repeat_interleave(group, dim=2).transpose(1, 2) for each in (k, v))
     mask = None if visible is None else visible[:, None]
-    mixed = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=visible is None
-    )
+    mixed = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=visible is None)
     return mixed.transpose(1, 2).flatten(2)
 
 

@@ -154,7 +154,7 @@ def train(
     if not recipe.steps:
         trainer.plan = plan = replace(plan, steps=max(20, int(recipe.seconds / trainer.seconds_a_step())))
         report(f"{plan.steps} steps fit into {recipe.seconds:.0f} s")
-    before = trainer.measure(store.select(held_out=True, greedy=True)[: plan.measured_sequences])
+    before = trainer.measure(trainer.held_out)
     curve = trainer.run(report)
     export(drafter, folder, recipe.form)
     entries = store.select(held_out=False)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from localspec.formats import Checkpoint
 from localspec.layers.config import ConfigReader
 from localspec.layers.rope import rotary_frequencies
-from localspec.training.parts import rotate
+from localspec.training.parts import attend, in_heads, rotate
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -121,6 +121,11 @@ class KeyValues:
         self.planes = kept
 
 
+def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+    found = [each for each in biases if each is not None]
+    return torch.cat(found) if found else None
+
+
 class DenseTarget:
     """Meets `Target`."""
 
@@ -156,7 +161,7 @@ class DenseTarget:
                 _Layer(
                     input_norm=norm(f"{at}input_layernorm"),
                     qkv=matrix(*heads),
-                    qkv_bias=torch.cat([each for each in biases if each is not None]) if biases[0] is not None else None,
+                    qkv_bias=_joined(biases),
                     q_norm=vector(f"{at}self_attn.q_norm.weight"),
                     k_norm=vector(f"{at}self_attn.k_norm.weight"),
                     output=matrix(f"{at}self_attn.o_proj"),
@@ -186,10 +191,7 @@ class DenseTarget:
         x, outputs = self.embed(tokens), {}
         for index, layer in enumerate(self.layers):
             q, k, v = self._heads(layer, x, positions)
-            mixed = functional.scaled_dot_product_attention(
-                *(each.transpose(1, 2) for each in (q, self._widened(k), self._widened(v))), is_causal=True
-            )
-            x = self._finish(layer, x, mixed.transpose(1, 2))
+            x = self._finish(layer, x, attend(q, k, v, None))
             if index in layer_outputs:
                 outputs[index] = x
         taps = torch.cat([outputs[index] for index in layer_outputs], dim=-1) if layer_outputs else x[..., :0]
@@ -211,11 +213,7 @@ class DenseTarget:
             q, k, v = self._heads(layer, x, positions)
             for part, heads in enumerate((k, v)):
                 cache.planes[index, part, rows, :, : tokens.shape[1]] = heads.transpose(1, 2)
-            mixed = functional.scaled_dot_product_attention(
-                *(each.transpose(1, 2) for each in (q, self._widened(k), self._widened(v))),
-                attn_mask=visible[:, None],
-            )
-            x = self._finish(layer, x, mixed.transpose(1, 2))
+            x = self._finish(layer, x, attend(q, k, v, visible))
         return self._logits(x[:, -1])
 
     @torch.no_grad()
@@ -235,7 +233,7 @@ class DenseTarget:
             grouped = q[:, 0].view(batch * sizes.num_kv_heads, group, sizes.head_dim)
             scores = torch.baddbmm(hidden, grouped, keys.transpose(1, 2), alpha=sizes.head_dim**-0.5)
             mixed = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(self.dtype), values)
-            x = self._finish(layer, x, mixed.view(batch, 1, sizes.num_heads, sizes.head_dim))
+            x = self._finish(layer, x, mixed.view(batch, 1, -1))
         return self._logits(x[:, 0])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -245,18 +243,15 @@ class DenseTarget:
         """x [B, T, D] -> q [B, T, H, d], k and v [B, T, Hkv, d]."""
         sizes = self.sizes
         joined = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-        heads = joined.unflatten(-1, (-1, sizes.head_dim))
-        q, k, v = heads.split([sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], dim=2)
+        heads = in_heads(joined, sizes.head_dim)
+        q, k, v = torch.split(heads, [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm.float()), self._norm(k, layer.k_norm.float())
         return rotate(q, positions, self._inv_freq), rotate(k, positions, self._inv_freq), v
 
-    def _widened(self, heads: Tensor) -> Tensor:
-        return heads.repeat_interleave(self.sizes.num_heads // self.sizes.num_kv_heads, dim=2)
-
     def _finish(self, layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream after attention's output and the MLP. mixed: [B, T, H, d]."""
-        x = x + functional.linear(mixed.flatten(2), layer.output, layer.output_bias)
+        """The residual stream after attention's output and the MLP. mixed: [B, T, H * d]."""
+        x = x + functional.linear(mixed, layer.output, layer.output_bias)
         gate, up = functional.linear(self._norm(x, layer.inner_norm), layer.gate_up).chunk(2, dim=-1)
         return x + functional.linear(functional.silu(gate) * up, layer.down)
 

@@ -26,7 +26,7 @@ from localspec.training.target import Hiddens, Target
 
 STATE_FILE = "training.safetensors"
 MEASURED_DEPTH = 4
-CALIBRATION_STEPS = 12
+CALIBRATION_STEPS = 36
 BETAS = (0.9, 0.95)
 CLIP = 1.0
 FITTED_SEQUENCES = 16
@@ -60,7 +60,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. length: mean acceptance length on held-out answers; rates: share of steps that accept draft k."""
+    """One measurement. length: mean acceptance length on held-out answers; rates: of steps that accept draft k."""
 
     step: int
     loss: float
@@ -77,10 +77,12 @@ class Trainer:
     ) -> None:
         """Raises ValueError if there is nothing to train on or to measure with."""
         self.drafter, self.target, self.store, self.plan, self.folder = drafter, target, store, plan, folder
-        self._train, self._held_out = store.select(held_out=False), store.select(held_out=True, greedy=True)
-        if not len(self._train) or not len(self._held_out):
+        self._train, self.held_out = store.select(held_out=False), store.select(held_out=True, greedy=True)
+        if not len(self._train) or not len(self.held_out):
             raise ValueError("the store needs answers to train on and held-out ones to measure with; add prompts")
-        self._held_out = self._held_out[: plan.measured_sequences]
+        # The store has short prompts first: take them from everywhere.
+        places = np.linspace(0, len(self.held_out) - 1, min(plan.measured_sequences, len(self.held_out)))
+        self.held_out = self.held_out[places.round().astype(np.int64)]
         parameters = list(drafter.module.parameters())
         groups = [
             {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": plan.weight_decay},
@@ -156,7 +158,9 @@ class Trainer:
                 array = tensor.float().cpu().contiguous().numpy()
                 items.append((f"{name}/{part}", "F32", tuple(array.shape), array.reshape(-1).view(np.uint8)))
         curve = json.dumps([asdict(point) for point in self.curve])
-        write_safetensors(self.folder / STATE_FILE, items, {"step": str(self.step), "curve": curve, "plan": self._key()})
+        write_safetensors(
+            self.folder / STATE_FILE, items, {"step": str(self.step), "curve": curve, "plan": self._key()}
+        )
 
     def _restore(self) -> None:
         path = self.folder / STATE_FILE
@@ -218,7 +222,7 @@ class Trainer:
         set_rounding(self.drafter.module, begin is not None and step >= begin * self.plan.steps)
 
     def _point(self, recent: list[Tensor], parts: dict[str, Tensor]) -> Point:
-        tally = self.measure(self._held_out)
+        tally = self.measure(self.held_out)
         return Point(
             step=self.step,
             loss=round(float(torch.stack(recent).mean()), 4),

@@ -94,7 +94,8 @@ def _write_group(
     step_rows = max(1, PREFILL_TOKENS // width)
     parts = [slice(begin, min(begin + step_rows, len(group))) for begin in range(0, len(group), step_rows)]
     read = [target.read_prompts(tokens[part], first[part], cache, part) for part in parts]
-    found = torch.cat([_drawn(logits, greedy[part], limits, generator) for part, logits in zip(parts, read, strict=True)])
+    first_rows = zip(parts, read, strict=True)
+    found = torch.cat([_drawn(logits, greedy[part], limits, generator) for part, logits in first_rows])
     written = torch.full((len(group), limits.max_answer_tokens), -1, dtype=torch.int64, device=target.device)
     rows = torch.arange(len(group), device=target.device)
     done = torch.zeros(len(group), dtype=torch.bool, device=target.device)

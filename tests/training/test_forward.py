@@ -58,7 +58,7 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
     for parameter in trained.module.parameters():
         with torch.no_grad():
             generator = torch.Generator().manual_seed(parameter.numel())
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
             if form == "bf16":
                 parameter.copy_(parameter.to(torch.bfloat16))
     trained.fit_inputs(target.dense.hiddens(store.batch([1, 2], 64, CPU).tokens, trained.layer_outputs))

@@ -57,7 +57,7 @@ def test_the_block_of_the_file_drafts_what_training_measures(tmp_path: Path) -> 
         for parameter in module.parameters():
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(parameter.numel())
-                parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.15 * torch.randn(parameter.shape, generator=generator))
                 parameter.copy_(parameter.to(torch.bfloat16))
     save_hybrid(target.module, config, tmp_path / "model", trained.tensors())
     model = load_model(tmp_path / "model")
