@@ -225,6 +225,54 @@ class ClientMetrics:
     accepted_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class WorkMetrics:
+    """Counters of one drafter (or chain, or off) in one phase for one client.
+
+    Milliseconds are this work's share of its steps. `accepted_per_position` over `drafts` is the marginal rate of a
+    position, over `drafted_per_position` times the rate before it the conditional one. `plain_ms` is what its tokens
+    would have cost without drafts.
+    """
+
+    drafter: str
+    phase: str
+    client: str
+    steps: int = 0
+    tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    plain_ms: float = 0.0
+
+    @property
+    def tok_per_s(self) -> float:
+        """Over the time of its own steps."""
+        ms = self.draft_ms + self.verify_ms
+        return self.tokens / ms * 1e3 if ms else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Against the same tokens without drafts; 0 before anything was measured."""
+        ms = self.draft_ms + self.verify_ms
+        return self.plain_ms / ms if ms else 0.0
+
+    @property
+    def marginal_rates(self) -> tuple[float, ...]:
+        """Of all windows with drafts, the share in which the draft at each position was accepted."""
+        return tuple(accepted / self.drafts for accepted in self.accepted_per_position)
+
+    @property
+    def conditional_rates(self) -> tuple[float, ...]:
+        """Of the drafts whose predecessors were all accepted, the share that was accepted too."""
+        before = (self.drafts, *self.accepted_per_position)
+        reached = (min(a, b) for a, b in zip(before, self.drafted_per_position, strict=False))
+        return tuple(a / b if b else 0.0 for a, b in zip(self.accepted_per_position, reached, strict=False))
+
+
 EngineState = Literal["loading", "ready", "failed", "stopped"]
 
 
@@ -264,6 +312,7 @@ class MetricsSnapshot:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     drafters: tuple[DrafterMetrics, ...] = ()
     clients: tuple[ClientMetrics, ...] = ()
+    work: tuple[WorkMetrics, ...] = ()
     tiers: Mapping[str, float] = field(default_factory=dict)
     storage: Mapping[str, float] = field(default_factory=dict)
 

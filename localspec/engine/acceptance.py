@@ -1,88 +1,199 @@
-"""What is known of a method's drafts: how often position i is accepted if all before it were. Torch-free."""
+"""What is known of a method's drafts: how often it speaks, how often position i is accepted if all before it were.
+
+Counts forget slowly while the work stays the same. When acceptance leaves what it was expected to be (a two-sided CUSUM
+of log-likelihood ratios, Page 1954), the counts give way to those since the departure began, so that a new kind of work
+is known from its first steps. Torch-free.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 UNSEEN_DECAY = 0.95
 """A position that was never drafted is taken to be this much worse than the one before it."""
 OPTIMISM = 0.6
 """First guess of position 1, so that a new method gets its trials."""
-SMALLEST_RATE = 1e-3
+SMALLEST_RATE, LARGEST_RATE = 1e-3, 1 - 1e-3
+FORGET = 0.997
+"""Of a count, kept each time its position is seen again: a memory of about 300 drafts."""
+FORGET_COPIES = 0.95
+PRIOR_WEIGHT = 3.0
+"""Observations that the long-run rate of a position stands for."""
+SPEECH_SMOOTHING = 0.03
+DOUBTED_PRIOR_WEIGHT = 1.0
+LONG_RUN_SMOOTHING = 0.004
+ODDS_RATIO, ALARM = 4.0, 6.5
+"""Of the CUSUM: the smallest change of odds that it looks for, and the log-likelihood ratio at which it calls."""
+MAX_POSITIONS = 16
+
+
+@dataclass
+class Counts:
+    """Accepted and seen drafts by position."""
+
+    hits: list[float] = field(default_factory=lambda: [0.0] * MAX_POSITIONS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * MAX_POSITIONS)
+
+    def add(self, reached: int, accepted: int, keep: float = 1.0) -> None:
+        """The first `accepted` of `reached` positions stood; older counts are worth `keep`."""
+        for position in range(reached):
+            self.hits[position] = keep * self.hits[position] + float(position < accepted)
+            self.seen[position] = keep * self.seen[position] + 1.0
+
+    def clear(self) -> None:
+        self.hits = [0.0] * MAX_POSITIONS
+        self.seen = [0.0] * MAX_POSITIONS
+
+
+@dataclass
+class _Departure:
+    """One side of the CUSUM and what was counted since it last stood at zero."""
+
+    score: float = 0.0
+    counts: Counts = field(default_factory=Counts)
 
 
 @dataclass
 class Acceptance:
-    """Conditional acceptance by position, smoothed; position i counts only steps that reached it."""
+    """Conditional acceptance by position. `long_run` are rates over everything ever seen, the prior of new work.
 
-    smoothing: float
-    rates: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    `copies`: the drafts repeat the text itself, which comes and goes faster than other work.
+    """
 
-    def see(self, drafted: int, accepted: int) -> None:
-        """A window with `drafted` drafts of which the first `accepted` stood. Nothing drafted is a miss at 1."""
-        reached = min(max(drafted, 1), accepted + 1)
+    copies: bool = False
+    long_run: list[float] = field(default_factory=list)
+    now: Counts = field(default_factory=Counts)
+    steps: int = 0
+    changes: int = 0
+    prior_weight: float = PRIOR_WEIGHT
+    _up: _Departure = field(default_factory=_Departure)
+    _down: _Departure = field(default_factory=_Departure)
+    _rates: list[float] | None = None
+    _curve: list[float] | None = None
+
+    def see(self, drafted: int, accepted: int) -> bool:
+        """A window with `drafted` drafts of which the first `accepted` stood. Tells whether the work has changed.
+
+        For a method that might have said more, give what it might have said: its silence is a miss.
+        """
+        reached = min(drafted, accepted + 1, MAX_POSITIONS)
+        if not reached:
+            return False
+        rates = self.rates()[:reached]
+        self.now.add(reached, accepted, FORGET_COPIES if self.copies else FORGET)
         for position in range(reached):
-            if position == len(self.rates):
-                self.rates.append(self.rate(position))
-                self.counts.append(0)
-            weight = max(self.smoothing, 1.0 / (self.counts[position] + 2))
-            self.rates[position] += weight * (float(position < accepted) - self.rates[position])
-            self.counts[position] += 1
+            if position == len(self.long_run):
+                self.long_run.append(self._guess(position))
+            self.long_run[position] += LONG_RUN_SMOOTHING * (float(position < accepted) - self.long_run[position])
+        self.steps += 1
+        self._rates = self._curve = None
+        changed = False
+        for side, odds in ((self._up, ODDS_RATIO), (self._down, 1.0 / ODDS_RATIO)):
+            side.score = max(0.0, side.score + _log_likelihood_ratio(rates, accepted, odds))
+            if side.score:
+                side.counts.add(reached, accepted)
+            else:
+                side.counts.clear()
+            changed = changed or side.score > ALARM
+        if changed:
+            self._turn_to(self._up if self._up.score > ALARM else self._down)
+        return changed
+
+    @property
+    def suspicion(self) -> float:
+        """How far the last drafts were better than expected: 0 not at all, 1 the work has changed."""
+        return self._up.score / ALARM
+
+    def doubt(self) -> None:
+        """The work has changed while this method was not heard: what was counted tells little now."""
+        self.now.clear()
+        self.prior_weight = DOUBTED_PRIOR_WEIGHT
+        self._up, self._down = _Departure(), _Departure()
+        self._rates = self._curve = None
 
     def rate(self, position: int) -> float:
         """Conditional acceptance at a position counted from 0; a guess beyond what was seen."""
-        if position < len(self.rates):
-            return self.rates[position]
-        last, beyond = (self.rates[-1], position + 1 - len(self.rates)) if self.rates else (OPTIMISM, position)
-        return last * UNSEEN_DECAY**beyond
+        return self.rates()[min(position, MAX_POSITIONS - 1)]
+
+    def rates(self) -> list[float]:
+        """Of every position."""
+        if self._rates is None:
+            shift = self._shift()
+            self._rates = []
+            for position in range(MAX_POSITIONS):
+                prior = _sigmoid(_logit(self._guess(position)) + shift)
+                hits, seen = self.now.hits[position], self.now.seen[position]
+                self._rates.append((hits + self.prior_weight * prior) / (seen + self.prior_weight))
+        return self._rates
+
+    def bonus(self, position: int) -> float:
+        """How much better than thought a position might be, from how seldom it was seen."""
+        return 0.5 / math.sqrt(1.0 + self.now.seen[min(position, MAX_POSITIONS - 1)])
 
     def tokens_per_step(self, depth: int) -> float:
         """1 + the sum of survivals of the first `depth` drafts."""
-        expected, survival = 1.0, 1.0
-        for position in range(depth):
-            survival *= max(self.rate(position), SMALLEST_RATE)
-            expected += survival
-        return expected
+        if self._curve is None:
+            curve, survival = [1.0], 1.0
+            for rate in self.rates()[:-1]:
+                survival *= rate
+                curve.append(curve[-1] + survival)
+            self._curve = curve
+        return self._curve[min(depth, MAX_POSITIONS - 1)]
+
+    def _turn_to(self, side: _Departure) -> None:
+        """The counts since the departure are those of the new work."""
+        self.now = side.counts
+        self.prior_weight = PRIOR_WEIGHT
+        self.changes += 1
+        self._up, self._down = _Departure(), _Departure()
+        self._rates = self._curve = None
+
+    def _guess(self, position: int) -> float:
+        """The long-run rate, or a guess from the position before."""
+        if position < len(self.long_run):
+            return min(max(self.long_run[position], SMALLEST_RATE), LARGEST_RATE)
+        last, beyond = (self.long_run[-1], position + 1 - len(self.long_run)) if self.long_run else (OPTIMISM, position)
+        return min(max(last * UNSEEN_DECAY**beyond, SMALLEST_RATE), LARGEST_RATE)
+
+    def _shift(self) -> float:
+        """How much better the present work is than the long run, in logits, over all positions: it also tells of
+        positions that the present work has not reached."""
+        total, weights = 0.0, 2.0
+        for position, seen in enumerate(self.now.seen):
+            if seen:
+                present = (self.now.hits[position] + 0.5) / (seen + 1.0)
+                weight = min(seen, 20.0)
+                total += weight * (_logit(present) - _logit(self._guess(position)))
+                weights += weight
+        return total / weights
 
 
 @dataclass
-class StepCosts:
-    """Milliseconds of a step by (method, depth), smoothed; neighbours stand in for what was not measured."""
+class Speech:
+    """How often a method has anything to say, as a share of the windows in which it was asked."""
 
-    smoothing: float
-    ms: dict[tuple[str, int], float] = field(default_factory=dict)
-    counts: dict[tuple[str, int], int] = field(default_factory=dict)
-    seen_at: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Number of the engine's step that was measured last, in this run."""
+    share: float
+    count: int = 0
 
-    def see(self, method: str, depth: int, ms: float, step: int = 0) -> None:
-        key = (method, depth)
-        self.seen_at[key] = step
-        count = self.counts.get(key, 0)
-        weight = max(self.smoothing, 1.0 / (count + 1))
-        self.ms[key] = self.ms.get(key, ms) + weight * (ms - self.ms.get(key, ms))
-        self.counts[key] = count + 1
+    def see(self, spoke: bool) -> None:
+        self.count += 1
+        self.share += max(SPEECH_SMOOTHING, 1.0 / (self.count + 8)) * (float(spoke) - self.share)
 
-    def of(self, method: str, depth: int) -> float | None:
-        """Measured, else on the line between the nearest measured depths (0 is plain); None if unknown."""
-        known = {d: ms for (m, d), ms in self.ms.items() if m == method}
-        plain = self.ms.get(("off", 0))
-        if plain is not None:
-            known.setdefault(0, plain)
-        if depth in known:
-            return known[depth]
-        if not known:
-            return None
-        below = [d for d in known if d < depth]
-        above = [d for d in known if d > depth]
-        if below and above:
-            low, high = max(below), min(above)
-            return known[low] + (known[high] - known[low]) * (depth - low) / (high - low)
-        nearest = max(below) if below else min(above)
-        if below and len(known) > 1:
-            before = max((d for d in known if d < nearest), default=None)
-            if before is not None:
-                slope = (known[nearest] - known[before]) / (nearest - before)
-                return known[nearest] + max(slope, 0.0) * (depth - nearest)
-        return known[nearest]
+
+def _log_likelihood_ratio(rates: list[float], accepted: int, odds: float) -> float:
+    """Of these outcomes, if the odds of every position were so many times as high, over the rates as they are."""
+    total = 0.0
+    for position, rate in enumerate(rates):
+        scale = 1.0 - rate + odds * rate
+        total += math.log(odds / scale) if position < accepted else -math.log(scale)
+    return total
+
+
+def _logit(rate: float) -> float:
+    rate = min(max(rate, SMALLEST_RATE), LARGEST_RATE)
+    return math.log(rate / (1.0 - rate))
+
+
+def _sigmoid(value: float) -> float:
+    return 1.0 / (1.0 + math.exp(-value))

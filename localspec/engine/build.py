@@ -211,7 +211,7 @@ def assemble(
         table_pages = runner.state.block_tables.shape[1]
         runner.cold = cold_pages_for(pool, model.cache_spec, layout.cold_pages, table_pages)
     drafter_set = DrafterSet(drafters, pool, ops.device)
-    tuner = _tuner(drafter_set, options)
+    tuner = _tuner(drafter_set, options, fixed_rows=not ops.waits)
     pages = PagePool(memory.num_pages)
     scheduler = Scheduler(
         pool=pages,
@@ -340,13 +340,13 @@ def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: i
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 
-def _tuner(drafters: DrafterSet, options: EngineOptions) -> Tuner:
+def _tuner(drafters: DrafterSet, options: EngineOptions, fixed_rows: bool) -> Tuner:
     # A table speaks only after long matches, so it goes before whatever speaks more often.
     chains = [f"{NGRAM_DISK}+{name}" for name in drafters.names if name != NGRAM_DISK and drafters.knows(NGRAM_DISK)]
     # A sure match in the text itself goes before a drafter with weights.
     chains += [f"ngram+{name}" for name in drafters.names if drafter_module(name).needs_weights]
     limits = {name: drafters.max_depth(name) for name in (*drafters.names, *chains)}
-    return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth)
+    return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth, fixed_rows=fixed_rows)
 
 
 def _first_snapshot(memory: MemoryLayout, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:

@@ -10,7 +10,6 @@ import logging
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -20,15 +19,16 @@ import torch
 from localspec.api.types import EngineError, Timings
 from localspec.cache.pool import StateSnapshot
 from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
+from localspec.engine.accounting import StepAccounting
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.prefill_times import PrefillTimes
-from localspec.engine.ring import Landed, ResultRing
+from localspec.engine.ring import ResultRing
 from localspec.engine.step import run_verify
 from localspec.engine.step_needs import step_needs
 from localspec.engine.tiers import NoTiers
-from localspec.engine.tuner import OFF, Tuner
+from localspec.engine.tuner import Tuner
 from localspec.runner.runner import Runner
 from localspec.sampling.grammar import RequestGrammar
 from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
@@ -114,6 +114,7 @@ class DecodeLoop:
         self._scheduler = scheduler
         self._ring = ring
         self._tuner = tuner
+        self._accounting = StepAccounting(tuner, metrics, ring.lag)
         self._metrics = metrics
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
@@ -263,7 +264,8 @@ class DecodeLoop:
     def _land(self, drain: bool) -> None:
         for landed in self._ring.pop(drain):
             self._scheduler.commit(landed.outcome.planned, landed.results)
-            self._count(landed)
+            self._scheduler.chunks.see_step(landed.draft_ms + landed.verify_ms)
+            self._accounting.count(landed, self._tickets)
             for result in landed.results:
                 ticket = self._tickets.get(result.sequence_id)
                 if ticket is not None and result.token_ids and self._follow(ticket, result):
@@ -276,42 +278,6 @@ class DecodeLoop:
         if ticket.failure is not None and ticket.sequence is not None:
             self._scheduler.cancel(ticket.sequence)
         return ticket.failure is None
-
-    def _count(self, landed: Landed) -> None:
-        outcome = landed.outcome
-        step_ms = landed.draft_ms + landed.verify_ms
-        self._scheduler.chunks.see_step(step_ms)
-        active = len(landed.results)
-        now = time.perf_counter()
-        clients = {}
-        for result, planned in zip(landed.results, outcome.planned.slots, strict=True):
-            ticket = self._tickets.get(result.sequence_id)
-            if ticket is None:
-                continue
-            clients[result.sequence_id] = ticket.request.client
-            sequence = ticket.sequence
-            assert sequence is not None
-            arm = (planned.drafter, planned.num_drafts) if planned.num_drafts else OFF
-            self._tuner.see(sequence, active, arm, result.num_drafted, result.num_accepted, step_ms)
-            if arm != OFF and not any(r.num_drafted for r in landed.results):
-                self._tuner.see_plain(active, sequence.length_bound_tokens, landed.verify_ms)
-            clock = ticket.clock
-            clock.first_step_s = clock.first_step_s if clock.first_step_s is not None else now - step_ms / 1e3
-            clock.last_step_s = now
-            clock.steps += 1
-            clock.tokens += len(result.token_ids)
-            clock.draft_ms += landed.draft_ms
-            clock.verify_ms += landed.verify_ms
-            clock.plain_ms += self._plain_ms(result, sequence, active, landed.verify_ms)
-            clock.drafts.see(result.num_drafted, result.num_accepted)
-        self._metrics.count_step(landed.results, clients, landed.draft_ms, landed.verify_ms)
-
-    def _plain_ms(self, result: SlotResult, sequence: Sequence, active: int, verify_ms: float) -> float:
-        """What the tokens of a step would have cost without drafts: a step without drafts is its own measure."""
-        if not result.num_drafted:
-            return verify_ms
-        plain = self._tuner.plain_ms_per_token(active, sequence.length_bound_tokens)
-        return len(result.token_ids) * plain if plain is not None else verify_ms
 
     def _retire(self) -> None:
         ended = [s for s in self._scheduler.active if s.stage is Stage.FINISHED or s.cancelled]
@@ -349,6 +315,7 @@ class DecodeLoop:
 
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
         ticket = self._tickets.pop(sequence.id, None)
+        self._accounting.forget(sequence)
         if ticket is not None:
             timings = ticket.clock.timings(sequence.cached_tokens, sequence.miss_reason)
             ticket.sink(EndNews(finish, timings, error))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-from localspec.api.types import ClientMetrics, DrafterMetrics, MetricsSnapshot, Timings
+from localspec.api.types import ClientMetrics, DrafterMetrics, MetricsSnapshot, Timings, WorkMetrics
 from localspec.core.records import SlotResult
 
 RATE_WINDOW_S = 3.0
+MAX_CLIENTS = 32
+OTHER_CLIENTS = "others"
+"""Clients name themselves; beyond a number they are counted together."""
 
 
 @dataclass
@@ -34,6 +37,47 @@ class DraftCounts:
             counts.extend([0] * (reached - len(counts)))
             for position in range(reached):
                 counts[position] += 1
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """One sequence's part of a step: what came, in which phase it was planned, whose it was, and what it would have
+    cost without drafts."""
+
+    result: SlotResult
+    phase: str
+    client: str
+    plain_ms: float
+
+
+@dataclass
+class WorkCounts:
+    """Counters of one (drafter, phase, client)."""
+
+    steps: int = 0
+    tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    plain_ms: float = 0.0
+
+    def told(self, drafter: str, phase: str, client: str) -> WorkMetrics:
+        """As interfaces read it."""
+        return WorkMetrics(
+            drafter,
+            phase,
+            client,
+            steps=self.steps,
+            tokens=self.tokens,
+            drafts=self.drafts.drafts,
+            drafted_tokens=self.drafts.drafted,
+            accepted_tokens=self.drafts.accepted,
+            drafted_per_position=tuple(self.drafts.drafted_at),
+            accepted_per_position=tuple(self.drafts.accepted_at),
+            draft_ms=round(self.draft_ms, 3),
+            verify_ms=round(self.verify_ms, 3),
+            plain_ms=round(self.plain_ms, 3),
+        )
 
 
 @dataclass
@@ -82,6 +126,7 @@ class MetricsRecorder:
         self._recent: deque[tuple[float, int]] = deque()
         self._by_drafter: dict[str, DraftCounts] = {}
         self._by_client: dict[str, ClientMetrics] = {}
+        self._by_work: dict[tuple[str, str, str], WorkCounts] = {}
 
     def update(self, **changes: object) -> None:
         """Set fields of the snapshot by name."""
@@ -98,20 +143,20 @@ class MetricsRecorder:
                 prompt_tokens_total=snapshot.prompt_tokens_total + prompt_tokens,
                 cached_tokens_total=snapshot.cached_tokens_total + cached_tokens,
             )
-            known = self._by_client.get(client, ClientMetrics(client))
-            self._by_client[client] = replace(known, requests=known.requests + 1)
+            name = self._shown_client(client)
+            known = self._by_client.get(name, ClientMetrics(name))
+            self._by_client[name] = replace(known, requests=known.requests + 1)
 
-    def count_step(
-        self, results: tuple[SlotResult, ...], clients: dict[int, str], draft_ms: float, verify_ms: float
-    ) -> None:
-        """A verify step landed. `clients` by sequence id."""
+    def count_step(self, counts: Sequence[StepCount], draft_ms: float, verify_ms: float) -> None:
+        """A verify step landed. Its sequences share its milliseconds alike."""
         now = self._clock()
-        tokens = sum(len(result.token_ids) for result in results)
+        tokens = sum(len(count.result.token_ids) for count in counts)
         with self._lock:
             self._recent.append((now, tokens))
-            for result in results:
+            for count in counts:
+                result = count.result
                 self._by_drafter.setdefault(result.drafter, DraftCounts()).see(result.num_drafted, result.num_accepted)
-                name = clients.get(result.sequence_id, "")
+                name = self._shown_client(count.client)
                 known = self._by_client.get(name, ClientMetrics(name))
                 self._by_client[name] = replace(
                     known,
@@ -119,6 +164,13 @@ class MetricsRecorder:
                     drafted_tokens=known.drafted_tokens + result.num_drafted,
                     accepted_tokens=known.accepted_tokens + result.num_accepted,
                 )
+                work = self._by_work.setdefault((result.drafter, count.phase, name), WorkCounts())
+                work.steps += 1
+                work.tokens += len(result.token_ids)
+                work.drafts.see(result.num_drafted, result.num_accepted)
+                work.draft_ms += draft_ms / len(counts)
+                work.verify_ms += verify_ms / len(counts)
+                work.plain_ms += count.plain_ms / len(counts)
             snapshot = self._snapshot
             self._snapshot = replace(
                 snapshot,
@@ -146,6 +198,7 @@ class MetricsRecorder:
                     accepted_tokens=counts.accepted,
                     drafted_per_position=tuple(counts.drafted_at),
                     accepted_per_position=tuple(counts.accepted_at),
+                    draft_ms=round(sum(w.draft_ms for key, w in self._by_work.items() if key[0] == name), 3),
                 )
                 for name, counts in self._by_drafter.items()
                 if counts.drafts
@@ -158,4 +211,8 @@ class MetricsRecorder:
                 mean_accepted_run=round(1 + accepted / drafts, 3) if drafts else 0.0,
                 drafters=drafters,
                 clients=tuple(self._by_client.values()),
+                work=tuple(counts.told(*key) for key, counts in self._by_work.items()),
             )
+
+    def _shown_client(self, client: str) -> str:
+        return client if client in self._by_client or len(self._by_client) < MAX_CLIENTS else OTHER_CLIENTS

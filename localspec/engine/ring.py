@@ -38,7 +38,7 @@ class ResultRing:
     """`lag` steps stay in flight: 0 where the host knows device values at once, 1 on a GPU."""
 
     def __init__(self, lag: int) -> None:
-        self._lag = lag
+        self.lag = lag
         self._in_flight: deque[_InFlight] = deque()
         self._free: dict[BufferKey, list[torch.Tensor]] = {}
 
@@ -84,7 +84,7 @@ class ResultRing:
 
     def pop(self, drain: bool = False) -> list[Landed]:
         """Steps that are due; with `drain` all of them."""
-        keep = 0 if drain else self._lag
+        keep = 0 if drain else self.lag
         landed = []
         while len(self._in_flight) > keep:
             entry = self._in_flight.popleft()

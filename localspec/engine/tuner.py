@@ -1,166 +1,254 @@
 """Which method and how deep, per kind of work, from what was measured here. "off" is always in the race.
 
-The expected rate of (method, depth) is (1 + sum of survivals) / milliseconds of such a step: survivals from smoothed
-acceptance per method and phase, milliseconds from steps of this machine per number of active sequences and context
-bucket. The best rate wins with hysteresis. Other methods are tried for a few steps now and then: rarely while they keep
-losing, soon again when the work changes. Torch-free; time is counted in steps.
+The best expected rate wins with hysteresis. A method that is not in use is heard now and then, for a window or two at a
+small depth: often enough to notice a change within a few dozen steps, and hardly ever where even perfect drafts could
+not win. The text's own n-grams are scored at every step without being drafted, and tell where the text repeats itself:
+there it is work of its own ("echo"). Torch-free; time is counted in steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence as Words
 from dataclasses import dataclass, field
 
-from localspec.engine.acceptance import Acceptance, StepCosts
+from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
+from localspec.engine.step_costs import OFF, Arm, Mean
 from localspec.scheduler.sequence import Sequence
 
-OFF = ("off", 0)
-Arm = tuple[str, int]
-CONTEXT_BUCKET_TOKENS = 4096
+__all__ = ["CONTEXT_BUCKET_TOKENS", "ECHO", "OFF", "Arm", "Hearing", "Tuner", "TunerSettings", "Work"]
+
+MAX_FLIGHTS = 64
 
 
 @dataclass(frozen=True)
 class TunerSettings:
-    """Counts are steps. A challenger must win by `margin`; run lengths that move by `change_ratio` are other work."""
+    """Counts are steps. A challenger must win by `margin`. A hearing lasts until the method spoke in `hearing_windows`,
+    at most `longest_hearing_steps`; hearings of a method may cost `hearing_share` of the time."""
 
-    smoothing: float = 0.05
-    cost_smoothing: float = 0.05
-    margin: float = 0.02
-    trial_steps: int = 3
-    first_interval_steps: int = 24
-    longest_interval_steps: int = 384
-    deepen_every_steps: int = 40
-    fast_smoothing: float = 0.15
-    change_ratio: float = 0.3
+    margin: float = 0.015
+    decide_every_steps: int = 4
+    hearing_depth: int = 2
+    hearing_windows: int = 1
+    longest_hearing_steps: int = 6
+    usual_hearing_steps: int = 3
+    plain_steps: int = 2
+    hearing_share: float = 0.005
+    shortest_interval_steps: int = 16
+    longest_interval_steps: int = 64
+    hopeless_interval_steps: int = 1024
+    deepen_every_steps: int = 12
+    suspicion: float = 0.15
+    """From here on a hearing goes on: the method did better than it should have."""
 
 
 @dataclass
-class Challenger:
-    """When a method is tried next and how long to wait after that."""
+class Hearing:
+    """A method that is listened to at some depth. `left` steps at most, `wanted` windows in which it speaks."""
 
-    interval_steps: int
-    due_step: int = 0
+    arm: Arm
+    left: int
+    wanted: int
 
 
 @dataclass
 class Work:
-    """State for one phase and number of active sequences."""
+    """State for one phase and number of active sequences. `heard_at`: step at which a method last spoke."""
 
     current: Arm = OFF
-    trial: Arm | None = None
-    trial_left: int = 0
+    hearing: Hearing | None = None
     step: int = 0
-    fast_run: float = 1.0
-    slow_run: float = 1.0
-    challengers: dict[str, Challenger] = field(default_factory=dict)
-
-
-@dataclass
-class Learnt:
-    """Acceptance by (method, phase), costs by (active sequences, context bucket), work by (phase, active)."""
-
-    acceptance: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
-    costs: dict[tuple[int, int], StepCosts] = field(default_factory=dict)
-    work: dict[tuple[str, int], Work] = field(default_factory=dict)
-    steps: int = 0
-    """Measured in this run; says how old a figure is."""
+    decided_at: int = -100
+    deepened_at: int = 0
+    alarmed: bool = False
+    heard_at: dict[str, int] = field(default_factory=dict)
+    round_ids: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Tuner:
-    """Implements the scheduler's DepthPolicy. `depth_limits` maps each method or chain to its greatest depth."""
+    """Implements the scheduler's DepthPolicy. `depth_limits` maps each method or chain to its greatest depth;
+    `fixed_rows`: see `Knowledge`."""
 
     depth_limits: dict[str, int]
     settings: TunerSettings = TunerSettings()
     default_drafter: str = "auto"
     default_depth: int | None = None
+    fixed_rows: bool = False
     reason: str = "not started"
     chosen: Arm = OFF
     """What was chosen last, for the panel."""
-    learnt: Learnt = field(default_factory=Learnt)
+    work: dict[tuple[str, int], Work] = field(default_factory=dict)
+    """By phase and number of active sequences."""
+    known: Knowledge = field(init=False)
+    _echoing: set[int] = field(default_factory=set)
+    _flights: dict[int, deque[str]] = field(default_factory=dict)
+    """Phases of the windows of each sequence whose results are not known yet."""
+
+    def __post_init__(self) -> None:
+        self.known = Knowledge(self.depth_limits, self.fixed_rows)
+
+    @property
+    def learnt(self) -> Learnt:
+        return self.known.learnt
 
     def choose(self, sequence: Sequence, num_active: int) -> Arm:
         """Method and depth of the next window: the request's wish, else the user's, else what measured best."""
         request = sequence.request
         drafter = request.drafter if request.drafter != "auto" else self.default_drafter
         depth = request.depth if request.depth is not None else self.default_depth
+        phase = self._take_off(sequence, num_active)
         if drafter != "auto":
             limit = self.depth_limits.get(drafter, 0)
             self.chosen = drafter, min(depth if depth is not None else limit, limit)
-            self.reason = "chosen by hand" if request.drafter == "auto" else "named by the last request"
+            self.reason = "chosen by hand"
             return self.chosen
         bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
-        method, best_depth = self._arm(sequence.phase, num_active, bucket)
+        method, best_depth = self._arm(sequence.id, phase, num_active, bucket)
         self.chosen = method, best_depth if depth is None else min(depth, self.depth_limits.get(method, 0))
         return self.chosen
 
-    def see(self, sequence: Sequence, num_active: int, arm: Arm, drafted: int, accepted: int, ms: float) -> None:
-        """A step of this sequence took `ms`; of `drafted` drafts the first `accepted` stood."""
-        bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
-        self.learnt.steps += 1
-        self.costs_of(num_active, bucket).see(*arm, ms, self.learnt.steps)
-        method, _ = arm
-        if method != OFF[0]:
-            self._acceptance_of(method, sequence.phase).see(drafted, accepted)
-        work = self._work_of(sequence.phase, num_active)
-        if arm == work.current:
-            self._notice_change(work, 1.0 + accepted)
+    def see_window(self, sequence: Sequence, num_active: int, arm: Arm, drafted_by: Words[str], accepted: int) -> str:
+        """A window of this sequence was verified: its drafts had these origins, and the first `accepted` stood. Returns
+        the phase that it was planned in."""
+        flights = self._flights.get(sequence.id)
+        phase = flights.popleft() if flights else sequence.phase
+        method, depth = arm
+        if not depth or method == OFF[0]:
+            return phase
+        work = self.work_of(phase, num_active)
+        for part in method.split("+"):
+            if drafted_by and (part in drafted_by or part in COPYING):
+                work.heard_at[part] = work.step
+        hearing = work.hearing
+        if hearing is not None and arm == hearing.arm and (drafted_by or method in COPYING):
+            hearing.wanted -= 1
+        in_use = hearing is None and arm == work.current
+        if self.known.see_window(arm, phase, drafted_by, accepted, in_use):
+            self._alarm(phase)
+        return phase
+
+    def see_shadow(self, sequence: Sequence, num_active: int, run: int, is_sure: bool, is_echo: bool) -> None:
+        """At a place where a window might have begun, `run` drafts of the text's own n-grams would have stood, of at
+        most `room`; sure ones would have spoken in front of another drafter too. `is_echo`: what was known when it
+        would have been planned."""
+        phase = ECHO if is_echo and num_active == 1 else sequence.phase
+        in_use = False
+        for (name, _), work in self.work.items():
+            if name == phase:
+                work.heard_at["ngram"] = work.step
+                in_use = in_use or work.current[0] == "ngram"
+        # What is in use is counted as it happens.
+        if not in_use and self.known.see_shadow(phase, self.room(num_active), run, is_sure):
+            self._alarm(phase)
+
+    def room(self, num_active: int) -> int:
+        """Drafts that each of so many sequences has room for."""
+        return self.known.room(num_active)
+
+    def see_echo(self, sequence: Sequence, is_echo: bool) -> None:
+        """Whether the text of a sequence repeats itself at its last known token."""
+        (self._echoing.add if is_echo else self._echoing.discard)(sequence.id)
+
+    def see_step(self, context_tokens: int, rows: int, arms: Words[Arm], draft_ms: float, verify_ms: float) -> None:
+        """A step of `rows` rows in all took so long; `arms` of its sequences, with depth 0 where none was drafted."""
+        learnt = self.learnt
+        learnt.steps += 1
+        costs = self.known.costs_of(context_tokens // CONTEXT_BUCKET_TOKENS)
+        costs.verify.setdefault(rows, Mean()).see(verify_ms, learnt.steps)
+        drafting = {arm for arm in arms if arm[1]}
+        if len(drafting) == 1:
+            costs.draft.setdefault(drafting.pop(), Mean()).see(draft_ms, learnt.steps)
 
     def plain_ms_per_token(self, num_active: int, context_tokens: int) -> float | None:
         """Measured cost of a token without drafts near this context, or None."""
-        bucket = context_tokens // CONTEXT_BUCKET_TOKENS
-        costs = [(abs(b - bucket), table.ms.get(OFF)) for (n, b), table in self.learnt.costs.items() if n == num_active]
-        known = [(distance, ms) for distance, ms in costs if ms is not None]
-        return min(known)[1] if known else None
+        curve = self.known.verify_curve(context_tokens // CONTEXT_BUCKET_TOKENS)
+        return curve[num_active] if curve else None
 
-    def see_plain(self, num_active: int, context_tokens: int, ms: float) -> None:
-        """A step that drafted nothing cost this: a measure of plain decoding."""
-        self.costs_of(num_active, context_tokens // CONTEXT_BUCKET_TOKENS).see(*OFF, ms, self.learnt.steps)
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._echoing.discard(sequence.id)
+        self._flights.pop(sequence.id, None)
 
     def reset(self) -> None:
         """Forget everything that was learnt."""
-        self.learnt = Learnt()
+        self.known.learnt = Learnt()
+        self.work = {}
         self.reason = "not started"
+
+    def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
+        """See `Knowledge.rates`."""
+        return self.known.rates(phase, num_active, bucket)
 
     def explain(self) -> list[str]:
         """What is known, in sentences, the best method first for each kind of work."""
         lines = []
-        for phase, active in self.learnt.work:
-            for bucket in sorted(b for n, b in self.learnt.costs if n == active):
+        for phase, active in self.work:
+            for bucket in sorted(self.learnt.costs):
                 rated = sorted(self.rates(phase, active, bucket).items(), key=lambda item: -item[1])
                 told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in _best_by_method(rated))
                 lines.append(f"{phase}, {active} active, context from {bucket * CONTEXT_BUCKET_TOKENS}: {told}")
         return lines
 
-    def _arm(self, phase: str, num_active: int, bucket: int) -> Arm:
-        work = self._work_of(phase, num_active)
-        work.step += 1
-        if work.trial is not None and work.trial_left > 0:
-            work.trial_left -= 1
-            return work.trial
-        rates = self.rates(phase, num_active, bucket)
-        if work.trial is not None:
-            self._judge_trial(work, rates)
-        due = self._due(work, phase, num_active, bucket)
-        if due is not None:
-            work.trial, work.trial_left = due, self.settings.trial_steps - 1
-            self.reason = f"trying {due[0]} at depth {due[1]}"
-            return due
-        self._keep_best(work, rates)
-        method, depth = work.current
-        if method != OFF[0] and work.step % self.settings.deepen_every_steps == 0:
-            return method, min(depth + 1, self.depth_limits[method])
-        return work.current
+    def work_of(self, phase: str, num_active: int) -> Work:
+        return self.work.setdefault((phase, num_active), Work())
 
-    def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
-        """Expected tokens per millisecond of every arm whose cost is known or can be told from neighbours."""
-        costs = self.costs_of(num_active, bucket)
-        rates: dict[Arm, float] = {}
-        for method, limit in ((OFF[0], 0), *self.depth_limits.items()):
-            for depth in range(1 if method != OFF[0] else 0, limit + 1):
-                ms = costs.of(method, depth)
-                if ms:
-                    rates[method, depth] = self._acceptance_of(method, phase).tokens_per_step(depth) / ms
-        return rates
+    def due_in(self, method: str, phase: str, num_active: int, bucket: int) -> int:
+        """Steps until a method that is not in use is heard; 0 or less: now."""
+        costs = self.known.step_ms(phase, num_active, bucket)
+        work = self.work_of(phase, num_active)
+        return (
+            self._interval(work, method, phase, costs)
+            + work.heard_at.get(method, -self.settings.longest_interval_steps)
+            - work.step
+        )
+
+    def _take_off(self, sequence: Sequence, num_active: int) -> str:
+        """The phase of the sequence's next window, remembered until its result is known. Echo is work of its own for a
+        single sequence only: several share what it costs to draft, so they do best alike."""
+        phase = ECHO if sequence.id in self._echoing and num_active == 1 else sequence.phase
+        flights = self._flights.setdefault(sequence.id, deque(maxlen=8))
+        flights.append(phase)
+        if len(self._flights) > MAX_FLIGHTS:
+            self._flights.pop(next(iter(self._flights)))
+        return phase
+
+    def _arm(self, sequence_id: int, phase: str, num_active: int, bucket: int) -> Arm:
+        """All sequences of one step and one phase get the same choice: they share what it costs to draft."""
+        work = self.work_of(phase, num_active)
+        if sequence_id in work.round_ids or not work.round_ids:
+            work.round_ids = set()
+            work.step += 1
+            self._decide(work, phase, num_active, bucket)
+        work.round_ids.add(sequence_id)
+        return work.hearing.arm if work.hearing is not None else work.current
+
+    def _decide(self, work: Work, phase: str, num_active: int, bucket: int) -> None:
+        if work.hearing is not None:
+            if self._listens_on(work.hearing, phase):
+                return
+            work.heard_at[work.hearing.arm[0]] = work.step
+            work.hearing, work.alarmed = None, True
+        if not work.alarmed and work.step - work.decided_at < self.settings.decide_every_steps:
+            return
+        work.alarmed, work.decided_at = False, work.step
+        costs = self.known.step_ms(phase, num_active, bucket)
+        rates = {arm: self.known.tokens(*arm, phase) / ms for arm, ms in costs.items()}
+        self._keep_best(work, rates)
+        due = self._due(work, phase, num_active, bucket, costs)
+        if due is not None:
+            left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
+            work.hearing = Hearing(due, left, self.settings.hearing_windows)
+            self.reason = f"trying {due[0]} at depth {due[1]}"
+
+    def _listens_on(self, hearing: Hearing, phase: str) -> bool:
+        hearing.left -= 1
+        if hearing.wanted > 0:
+            return hearing.left > 0
+        # It may have done better than it should have: listen on until that is explained.
+        method = hearing.arm[0].split("+")[-1]
+        suspicious = self.known.acceptance_of(method, phase).suspicion > self.settings.suspicion
+        return suspicious and hearing.left > -self.settings.longest_hearing_steps
 
     def _keep_best(self, work: Work, rates: dict[Arm, float]) -> None:
         if not rates:
@@ -169,69 +257,75 @@ class Tuner:
         current = rates.get(work.current, 0.0)
         if rates[best] > current * (1.0 + self.settings.margin):
             work.current = best
-            work.fast_run = work.slow_run = 0.0
         plain = rates.get(OFF)
         gain = rates.get(work.current, 0.0) / plain if plain else 1.0
         self.reason = f"measured ×{gain:.2f} of plain" if work.current != OFF else "plain is fastest here"
 
-    def _due(self, work: Work, phase: str, num_active: int, bucket: int) -> Arm | None:
-        """The next method whose trial is due: plain and unmeasured ones first."""
-        costs = self.costs_of(num_active, bucket)
-        for method in (OFF[0], *self.depth_limits):
-            challenger = work.challengers.setdefault(method, Challenger(self.settings.first_interval_steps))
-            if method == work.current[0] and costs.of(method, work.current[1]) is not None:
-                continue
-            if work.step >= challenger.due_step:
-                challenger.due_step = work.step + challenger.interval_steps
-                return self._trial_arm(method, phase, costs)
-        return None
-
-    def _trial_arm(self, method: str, phase: str, costs: StepCosts) -> Arm:
-        """The depth at which a method would do best by what is known, at least 1."""
-        if method == OFF[0]:
+    def _due(self, work: Work, phase: str, num_active: int, bucket: int, costs: dict[Arm, float]) -> Arm | None:
+        """Who is heard now: plain decoding and methods whose cost nobody knows first."""
+        if num_active not in self.known.costs_of(bucket).verify and not self.known.verify_curve(bucket):
             return OFF
-        acceptance = self._acceptance_of(method, phase)
+        room = self.known.room(num_active)
+        in_use = work.current[0].split("+")[-1]
+        for method, limit in self.depth_limits.items():
+            if "+" in method or not min(limit, room):
+                continue
+            if not self.known.draft_curve(method, bucket):
+                return method, min(3, limit, room)
+            if method == in_use:
+                continue
+            interval = self._interval(work, method, phase, costs)
+            if work.step - work.heard_at.get(method, -interval) >= interval:
+                return method, self._hearing_depth(method, phase, costs)
+        return self._deeper(work, phase, costs)
 
-        def worth(depth: int) -> float:
-            return acceptance.tokens_per_step(depth) / (costs.of(method, depth) or 1.0)
+    def _deeper(self, work: Work, phase: str, costs: dict[Arm, float]) -> Arm | None:
+        """One draft more than now, where that might win for all that is known of it."""
+        method, depth = work.current
+        deeper = method, depth + 1
+        if not depth or deeper not in costs or work.step - work.deepened_at < self.settings.deepen_every_steps:
+            return None
+        tokens = [self.known.tokens(method, n, phase) for n in (depth - 1, depth)]
+        known = self.known.acceptance_of(method.split("+")[-1], phase)
+        hoped = tokens[1] + (tokens[1] - tokens[0]) * min(known.rate(depth) + known.bonus(depth), 0.98)
+        if hoped / costs[deeper] <= tokens[1] / costs[work.current]:
+            return None
+        work.deepened_at = work.step
+        return deeper
 
-        return method, max(range(1, self.depth_limits[method] + 1), key=worth)
-
-    def _judge_trial(self, work: Work, rates: dict[Arm, float]) -> None:
-        """A method that lost waits twice as long; one that came close is looked at again soon."""
-        assert work.trial is not None
-        method = work.trial[0]
-        best = max((rate for (name, _), rate in rates.items() if name == method), default=0.0)
-        challenger = work.challengers[method]
-        if best < 0.9 * rates.get(work.current, 0.0):
-            challenger.interval_steps = min(2 * challenger.interval_steps, self.settings.longest_interval_steps)
-        else:
-            challenger.interval_steps = self.settings.first_interval_steps
-        challenger.due_step = work.step + challenger.interval_steps
-        work.trial = None
-
-    def _notice_change(self, work: Work, run: float) -> None:
-        """The run length moved away from its own past: other work, so others are tried soon."""
+    def _interval(self, work: Work, method: str, phase: str, costs: dict[Arm, float]) -> int:
+        """Steps between two hearings: what one loses, over the share of time that may be lost. Where even drafts that
+        are all right could not win, there is hardly ever one."""
         settings = self.settings
-        if not work.slow_run:
-            work.fast_run = work.slow_run = run
-        work.fast_run += settings.fast_smoothing * (run - work.fast_run)
-        work.slow_run += settings.smoothing / 3 * (run - work.slow_run)
-        if abs(work.fast_run - work.slow_run) > settings.change_ratio * work.slow_run:
-            work.slow_run = work.fast_run
-            for challenger in work.challengers.values():
-                challenger.interval_steps = settings.first_interval_steps
-                challenger.due_step = min(challenger.due_step, work.step + settings.first_interval_steps // 4)
+        own = {depth: ms for (name, depth), ms in costs.items() if name == method}
+        if work.current not in costs or not own:
+            return settings.shortest_interval_steps
+        rate = self.known.tokens(*work.current, phase) / costs[work.current]
+        if max((1 + depth) / ms for depth, ms in own.items()) < rate:
+            return settings.hopeless_interval_steps
+        depth = self._hearing_depth(method, phase, costs)
+        loss = (
+            max(1.0 - self.known.tokens(method, depth, phase) / own[depth] / rate, 0.05) * settings.usual_hearing_steps
+        )
+        longest, shortest = settings.longest_interval_steps, settings.shortest_interval_steps
+        return int(min(max(loss / settings.hearing_share, shortest), longest))
 
-    def _acceptance_of(self, method: str, phase: str) -> Acceptance:
-        return self.learnt.acceptance.setdefault((method, phase), Acceptance(self.settings.smoothing))
+    def _hearing_depth(self, method: str, phase: str, costs: dict[Arm, float]) -> int:
+        """The depth, of the small ones, that loses least."""
+        own = {depth: ms for (name, depth), ms in costs.items() if name == method}
+        small = [depth for depth in own if depth <= self.settings.hearing_depth] or [min(own)]
+        return max(small, key=lambda depth: self.known.tokens(method, depth, phase) / own[depth])
 
-    def costs_of(self, num_active: int, bucket: int) -> StepCosts:
-        """The cost table of so many active sequences in a context bucket."""
-        return self.learnt.costs.setdefault((num_active, bucket), StepCosts(self.settings.cost_smoothing))
-
-    def _work_of(self, phase: str, num_active: int) -> Work:
-        return self.learnt.work.setdefault((phase, num_active), Work())
+    def _alarm(self, phase: str) -> None:
+        """The work has changed: decide at once, and hear the others soon."""
+        for (name, _), work in self.work.items():
+            if name == phase:
+                work.alarmed = True
+                for method in self.depth_limits:
+                    if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
+                        self.known.acceptance_of(method, phase).doubt()
+                soon = work.step - self.settings.longest_interval_steps + 4
+                work.heard_at = {method: min(step, soon) for method, step in work.heard_at.items()}
 
 
 def _best_by_method(rated: list[tuple[Arm, float]]) -> list[tuple[Arm, float]]:

@@ -10,9 +10,7 @@ def report(tuner: Tuner) -> TunerReport:
     """Call it where nothing changes the tuner meanwhile: between two steps."""
     state = tuner.learnt
     choices = [
-        _choice(tuner, phase, active, bucket)
-        for phase, active in sorted(state.work)
-        for bucket in sorted(b for n, b in state.costs if n == active)
+        _choice(tuner, phase, active, bucket) for phase, active in sorted(tuner.work) for bucket in sorted(state.costs)
     ]
     by_hand = tuner.default_drafter != "auto"
     drafter, depth = tuner.chosen
@@ -25,12 +23,13 @@ def report(tuner: Tuner) -> TunerReport:
 
 
 def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
-    work = tuner.learnt.work[phase, active]
+    work = tuner.work[phase, active]
+    costs = tuner.known.step_ms(phase, active, bucket)
     rates = tuner.rates(phase, active, bucket)
     best: dict[str, Arm] = {}
     for arm in sorted(rates, key=lambda arm: -rates[arm]):
         best.setdefault(arm[0], arm)
-    candidates = tuple(_candidate(tuner, phase, active, bucket, arm, rates[arm]) for arm in best.values())
+    candidates = tuple(_candidate(tuner, active, bucket, arm, costs[arm], rates[arm]) for arm in best.values())
     return TunerChoice(
         phase=phase,
         active=active,
@@ -39,30 +38,31 @@ def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
         depth=work.current[1],
         reason=_reason(work, rates),
         decisions=work.step,
-        next_trial=_next_trial(tuner, work),
+        next_trial=_next_trial(tuner, phase, active, bucket),
         candidates=candidates,
     )
 
 
-def _candidate(tuner: Tuner, phase: str, active: int, bucket: int, arm: Arm, rate: float) -> Candidate:
-    costs = tuner.costs_of(active, bucket)
-    seen = max((step for (method, _), step in costs.seen_at.items() if method == arm[0]), default=None)
-    ms = costs.of(*arm) or 0.0
+def _candidate(tuner: Tuner, active: int, bucket: int, arm: Arm, ms: float, rate: float) -> Candidate:
+    costs = tuner.known.costs_of(bucket)
+    measured = costs.verify.get(active) if arm == OFF else costs.draft.get(arm)
+    drafts = (mean for (method, _), mean in costs.draft.items() if method == arm[0])
+    ran = [mean.seen_at for mean in ([measured] if arm == OFF and measured else drafts) if mean.seen_at is not None]
     return Candidate(
         drafter=arm[0],
         depth=arm[1],
         tok_per_s=round(rate * 1e3, 2),
         tokens_per_step=round(rate * ms, 3),
         step_ms=round(ms, 3),
-        measured_steps=costs.counts.get(arm, 0),
-        steps_ago=None if seen is None else tuner.learnt.steps - seen,
+        measured_steps=measured.count if measured is not None else 0,
+        steps_ago=tuner.learnt.steps - max(ran) if ran else None,
     )
 
 
 def _reason(work: Work, rates: dict[Arm, float]) -> str:
     current, plain = rates.get(work.current), rates.get(OFF)
-    if work.trial is not None:
-        return f"trying {work.trial[0]} at depth {work.trial[1]}"
+    if work.hearing is not None:
+        return f"trying {work.hearing.arm[0]} at depth {work.hearing.arm[1]}"
     if current is None:
         return "not measured at this context yet"
     best = max(rates, key=lambda arm: rates[arm])
@@ -75,12 +75,11 @@ def _reason(work: Work, rates: dict[Arm, float]) -> str:
     return lead
 
 
-def _next_trial(tuner: Tuner, work: Work) -> str:
-    """The challenger that is due first. Only windows of this kind of work count."""
-    methods = {OFF[0], *tuner.depth_limits} - {work.current[0]}
-    others = {method: challenger for method, challenger in work.challengers.items() if method in methods}
+def _next_trial(tuner: Tuner, phase: str, active: int, bucket: int) -> str:
+    """The method that is heard first. Only windows of this kind of work count."""
+    current = tuner.work[phase, active].current[0].split("+")
+    others = [method for method in tuner.depth_limits if "+" not in method and method not in current]
     if not others:
         return ""
-    method = min(others, key=lambda name: others[name].due_step)
-    left = others[method].due_step - work.step
+    left, method = min((tuner.due_in(method, phase, active, bucket), method) for method in others)
     return f"{method} in {left} steps" if left > 0 else f"{method} next"

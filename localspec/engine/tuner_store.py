@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -18,13 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.engine.acceptance import Acceptance
-from localspec.engine.tuner import Challenger, Tuner, Work
+from localspec.core.records import MAX_ROWS
+from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Counts, Speech
+from localspec.engine.knowledge import COPYING
+from localspec.engine.step_costs import Mean
+from localspec.engine.tuner import Tuner, Work
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 MAX_FILE_BYTES = 4 << 20
-MAX_POSITIONS = 64
+MAX_COUNT = float(1 << 53)
 SAVE_EVERY_S = 180.0
 WAIT_S = 10.0
 
@@ -77,48 +79,71 @@ def to_json(tuner: Tuner) -> dict[str, Any]:
     state = tuner.learnt
     return {
         "acceptance": [
-            [method, phase, list(known.rates), list(known.counts)]
+            [
+                method,
+                phase,
+                list(known.long_run),
+                list(known.now.hits),
+                list(known.now.seen),
+                known.prior_weight,
+                known.steps,
+            ]
             for (method, phase), known in state.acceptance.items()
         ],
+        "speech": [[method, phase, known.share, known.count] for (method, phase), known in state.speech.items()],
+        "drafted": [[method, phase, known.value, known.count] for (method, phase), known in state.drafted.items()],
         "costs": [
-            [active, bucket, [[m, d, ms, table.counts.get((m, d), 0)] for (m, d), ms in table.ms.items()]]
-            for (active, bucket), table in state.costs.items()
+            [
+                bucket,
+                [[rows, mean.value, mean.count] for rows, mean in table.verify.items()],
+                [[method, depth, mean.value, mean.count] for (method, depth), mean in table.draft.items()],
+            ]
+            for bucket, table in state.costs.items()
         ],
-        "work": [
-            [phase, active, list(work.current), {m: c.interval_steps for m, c in work.challengers.items()}]
-            for (phase, active), work in state.work.items()
-        ],
+        "work": [[phase, active, list(work.current)] for (phase, active), work in tuner.work.items()],
     }
 
 
 def fill(tuner: Tuner, document: Mapping[str, Any]) -> None:
     """Put a checked document into a tuner; methods that it does not have are left out."""
     methods = {"off", *tuner.depth_limits}
-    state, settings = tuner.learnt, tuner.settings
-    for method, phase, rates, counts in document["acceptance"]:
+    state = tuner.learnt
+    for method, phase, long_run, hits, seen, prior_weight, steps in document["acceptance"]:
+        name = method.rstrip("!")
+        if name in methods:
+            state.acceptance[method, phase] = Acceptance(
+                copies=name in COPYING,
+                long_run=list(long_run),
+                now=Counts(list(hits), list(seen)),
+                steps=steps,
+                prior_weight=prior_weight,
+            )
+    for method, phase, share, count in document["speech"]:
+        if method.rstrip("!") in methods:
+            state.speech[method, phase] = Speech(share, count)
+    for method, phase, drafts, count in document["drafted"]:
         if method in methods:
-            state.acceptance[method, phase] = Acceptance(settings.smoothing, list(rates), list(counts))
-    for active, bucket, entries in document["costs"]:
-        table = tuner.costs_of(active, bucket)
-        for method, depth, ms, count in entries:
-            if method in methods:
-                table.ms[method, depth], table.counts[method, depth] = ms, count
-    for phase, active, (method, depth), intervals in document["work"]:
+            state.drafted[method, phase] = Mean(drafts, count)
+    for bucket, verify, draft in document["costs"]:
+        table = tuner.known.costs_of(bucket)
+        table.verify.update({rows: Mean(ms, count) for rows, ms, count in verify})
+        table.draft.update(
+            {(method, depth): Mean(ms, count) for method, depth, ms, count in draft if method in methods}
+        )
+    for phase, active, (method, depth) in document["work"]:
         if method in methods and depth <= tuner.depth_limits.get(method, 0):
-            challengers = {m: Challenger(steps, steps) for m, steps in intervals.items() if m in methods}
-            state.work[phase, active] = Work(current=(method, depth), challengers=challengers)
+            tuner.work[phase, active] = Work(current=(method, depth))
 
 
 def saved_tuner(document: Mapping[str, Any]) -> Tuner:
     """A tuner that knows what a document holds, to explain it."""
     limits: dict[str, int] = {}
-    for _, _, entries in document["costs"]:
-        for method, depth, _, _ in entries:
-            if method != "off":
-                limits[method] = max(limits.get(method, 0), depth)
+    for _, _, draft in document["costs"]:
+        for method, depth, _, _ in draft:
+            limits[method] = max(limits.get(method, 0), depth)
     for name in (entry[2][0] for entry in document["work"]):
         if name != "off":
-            limits.setdefault(name, MAX_POSITIONS)
+            limits.setdefault(name, MAX_ROWS - 1)
     tuner = Tuner(limits)
     fill(tuner, document)
     return tuner
@@ -140,17 +165,24 @@ def read_document(path: Path) -> dict[str, Any] | None:
 
 def _check(document: Mapping[str, Any]) -> None:
     """Raises ValueError or TypeError for values that no tuner wrote."""
-    for method, phase, rates, counts in document["acceptance"]:
-        _need(isinstance(method, str) and isinstance(phase, str) and len(rates) == len(counts) <= MAX_POSITIONS)
-        _need(all(_is_number(rate) and 0 <= rate <= 1 for rate in rates) and all(map(_is_count, counts)))
-    for active, bucket, entries in document["costs"]:
-        _need(_is_count(active) and _is_count(bucket))
-        for method, depth, ms, count in entries:
-            _need(isinstance(method, str) and _is_count(depth) and depth <= MAX_POSITIONS)
-            _need(_is_number(ms) and ms > 0 and _is_count(count))
-    for phase, active, (method, depth), intervals in document["work"]:
+    for method, phase, long_run, hits, seen, prior_weight, steps in document["acceptance"]:
+        _need(isinstance(method, str) and isinstance(phase, str) and len(long_run) <= MAX_POSITIONS)
+        _need(len(hits) == len(seen) == MAX_POSITIONS and _is_count(steps) and _is_amount(prior_weight))
+        _need(all(_is_amount(rate) and rate <= 1 for rate in long_run) and all(map(_is_amount, (*hits, *seen))))
+        _need(all(hit <= count for hit, count in zip(hits, seen, strict=True)))
+    for name in ("speech", "drafted"):
+        for method, phase, value, count in document[name]:
+            _need(isinstance(method, str) and isinstance(phase, str) and _is_count(count) and _is_amount(value))
+            _need(value <= (1 if name == "speech" else MAX_ROWS))
+    for bucket, verify, draft in document["costs"]:
+        _need(_is_count(bucket))
+        for rows, ms, count in verify:
+            _need(_is_count(rows) and 0 < rows <= MAX_ROWS and _is_amount(ms) and ms > 0 and _is_count(count))
+        for method, depth, ms, count in draft:
+            _need(isinstance(method, str) and _is_count(depth) and 0 < depth < MAX_ROWS)
+            _need(_is_amount(ms) and _is_count(count))
+    for phase, active, (method, depth) in document["work"]:
         _need(isinstance(phase, str) and _is_count(active) and isinstance(method, str) and _is_count(depth))
-        _need(isinstance(intervals, dict) and all(map(_is_count, intervals.values())))
 
 
 def _need(condition: bool) -> None:
@@ -158,8 +190,8 @@ def _need(condition: bool) -> None:
         raise ValueError("not a tuner's state")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
 
 
 def _is_count(value: object) -> bool:

@@ -1,129 +1,196 @@
-"""The tuner on simulated streams with a known cost staircase: near the best fixed choice, never far below plain."""
+"""The tuner on replayed texts with costs measured on a card: near the best fixed choice, never far below plain."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from statistics import mean
 
 import pytest
 
 from localspec.api.types import Sampling
 from localspec.core.records import Request
-from localspec.engine.acceptance import Acceptance, StepCosts
-from localspec.engine.tuner import OFF, Arm, Tuner
+from localspec.engine.acceptance import Acceptance
+from localspec.engine.step_costs import OUTLIER, Mean, StepCosts
+from localspec.engine.tuner import OFF, Arm, Tuner, TunerSettings
 from localspec.scheduler.sequence import Sequence
+from tests.engine.tuner_stream import (
+    CODE,
+    EDITING,
+    HOPELESS,
+    LIMITS,
+    PROSE,
+    REASONING,
+    VERIFY_MS,
+    Kind,
+    Log,
+    Text,
+    best_fixed,
+    replay_tuned,
+    worst_window,
+)
 
-Rates = dict[str, tuple[float, ...]]
-REASONING: Rates = {"mtp": (0.92, 0.91, 0.78, 0.83, 0.84, 0.77), "ngram": (0.3, 0.5, 0.6)}
-PROSE: Rates = {"mtp": (0.6, 0.5, 0.45, 0.4), "ngram": (0.02, 0.1)}
-HOPELESS: Rates = {"mtp": (0.12, 0.1), "ngram": (0.0,)}
-LIMITS = {"mtp": 7, "ngram": 15}
-
-
-def cost_ms(arm: Arm) -> float:
-    """A staircase as a card has it: nearly flat to 8 rows, a step above."""
-    verify = 4.5 * (1 + 0.015 * arm[1]) if arm[1] < 8 else 5.4
-    return verify + (0.45 * arm[1] if arm[0] == "mtp" else 0.02)
-
-
-def best_fixed(rates: Rates) -> float:
-    def rate(arm: Arm) -> float:
-        tokens, survival = 1.0, 1.0
-        for position in range(arm[1]):
-            known = rates[arm[0]]
-            survival *= known[min(position, len(known) - 1)]
-            tokens += survival
-        return tokens / cost_ms(arm)
-
-    arms = [OFF, *((method, depth) for method, limit in LIMITS.items() for depth in range(1, limit + 1))]
-    return max(map(rate, arms))
+PART_TOKENS = 3000
+USUAL: list[Arm] = [OFF, *(("mtp", depth) for depth in (2, 3, 5, 7)), ("ngram", 15), ("ngram+mtp", 7)]
+"""Those that are best somewhere; scripts/simulate_tuner.py looks at all."""
+PARTS = (CODE, PROSE, REASONING)
 
 
-@dataclass
-class Stream:
-    """Steps of one sequence whose drafts are accepted at given rates."""
-
-    tuner: Tuner
-    seed: int
-
-    def run(self, rates: Rates, tokens: int) -> list[tuple[int, float]]:
-        generator = random.Random(self.seed)
-        sequence = Sequence(1, Request("", (1,), Sampling(), 1, 10**9, ()))
-        steps: list[tuple[int, float]] = []
-        emitted = 0
-        while emitted < tokens:
-            arm = self.tuner.choose(sequence, 1)
-            accepted = 0
-            while accepted < arm[1]:
-                known = rates[arm[0]]
-                if generator.random() >= known[min(accepted, len(known) - 1)]:
-                    break
-                accepted += 1
-            ms = cost_ms(arm) * (1 + generator.gauss(0, 0.03))
-            self.tuner.see(sequence, 1, arm, arm[1], accepted, ms)
-            steps.append((accepted + 1, ms))
-            emitted += accepted + 1
-        return steps
+def texts_of(kinds: list[Kind], num: int, seed: int, part_tokens: int = PART_TOKENS) -> list[Text]:
+    return [Text([(kind, part_tokens) for kind in kinds], 1000 * seed + i) for i in range(num)]
 
 
-def rate_of(steps: list[tuple[int, float]]) -> float:
-    return sum(tokens for tokens, _ in steps) / sum(ms for _, ms in steps)
+def tuned(texts: list[Text], seed: int, shadow: bool = True) -> Log:
+    return replay_tuned(texts, Tuner(dict(LIMITS), fixed_rows=True), seed, shadow)
 
 
-@pytest.mark.parametrize("rates", [REASONING, PROSE, HOPELESS], ids=["reasoning", "prose", "hopeless"])
-def test_settles_near_the_best_fixed_choice(rates: Rates) -> None:
-    ratios = [rate_of(Stream(Tuner(dict(LIMITS)), seed).run(rates, 8000)) / best_fixed(rates) for seed in range(5)]
-    assert sum(ratios) / len(ratios) > 0.95
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_each_part_runs_near_the_best_fixed_choice(num: int) -> None:
+    """Kinds of text follow one another in any order; every part counts from its first token."""
+    ratios: dict[str, list[float]] = {kind.name: [] for kind in PARTS}
+    for seed in range(2 if num == 1 else 1):
+        kinds = list(PARTS)
+        random.Random(seed).shuffle(kinds)
+        texts = texts_of(kinds, num, seed)
+        log = tuned(texts, seed)
+        for name, (rate, _) in best_fixed(texts, USUAL).items():
+            ratios[name].append(log.rate(name) / rate)
+        assert worst_window(log, num / VERIFY_MS[num]) > 0.98
+    for name, values in ratios.items():
+        assert mean(values) > 0.97, (name, values)
+        assert min(values) > 0.94, (name, values)
 
 
-def test_follows_a_change_of_work() -> None:
-    stream = Stream(Tuner(dict(LIMITS)), seed=3)
-    for rates in (REASONING, PROSE, REASONING, HOPELESS):
-        steps = stream.run(rates, 6000)
-        assert rate_of(steps[len(steps) // 3 :]) / best_fixed(rates) > 0.93
+@pytest.mark.parametrize("num", [1, 4])
+def test_never_far_below_plain_where_drafting_cannot_help(num: int) -> None:
+    texts = texts_of([CODE, HOPELESS, EDITING, HOPELESS], num, 5, 3000)
+    log = tuned(texts, 5)
+    assert worst_window(log, num / VERIFY_MS[num]) > 0.98
+    assert log.rate("hopeless") * VERIFY_MS[num] / num > 0.98
 
 
-def test_never_far_below_plain_where_drafting_cannot_help() -> None:
-    steps = Stream(Tuner(dict(LIMITS)), seed=1).run(HOPELESS, 12000)
-    plain = 1 / cost_ms(OFF)
-    window: list[tuple[int, float]] = []
-    for step in steps[200:]:
-        window.append(step)
-        while sum(tokens for tokens, _ in window) > 2000:
-            window.pop(0)
-        if sum(tokens for tokens, _ in window) > 1990:
-            assert rate_of(window) > 0.96 * plain
+def test_text_that_repeats_itself_is_noticed_without_drafting_it() -> None:
+    texts = texts_of([PROSE, EDITING], 1, 2)
+    best = best_fixed(texts, USUAL)
+    log = tuned(texts, 2)
+    assert log.rate("editing") / best["editing"][0] > 0.92
+    assert log.rate("prose") / best["prose"][0] > 0.97
+    assert tuned(texts, 2, shadow=False).rate("editing") < log.rate("editing")
+
+
+def request(**more: object) -> Request:
+    return Request("", (1,), Sampling(), 1, 9, (), **more)  # type: ignore[arg-type]
 
 
 def test_wishes_come_first() -> None:
     tuner = Tuner(dict(LIMITS))
-    asked = Sequence(1, Request("", (1,), Sampling(), 1, 9, (), drafter="mtp", depth=3))
-    assert tuner.choose(asked, 1) == ("mtp", 3)
-    asked = Sequence(1, Request("", (1,), Sampling(), 1, 9, (), drafter="off"))
-    assert tuner.choose(asked, 1) == OFF
+    assert tuner.choose(Sequence(1, request(drafter="mtp", depth=3)), 1) == ("mtp", 3)
+    assert tuner.choose(Sequence(1, request(drafter="off")), 1) == OFF
     tuner.default_drafter, tuner.default_depth = "ngram", 99
-    assert tuner.choose(Sequence(1, Request("", (1,), Sampling(), 1, 9, ())), 1) == ("ngram", 15)
+    assert tuner.choose(Sequence(1, request()), 1) == ("ngram", 15)
+
+
+def test_sequences_of_a_step_get_the_same_choice() -> None:
+    tuner = Tuner(dict(LIMITS), fixed_rows=True)
+    replay_tuned(texts_of([REASONING], 4, 1, 500), tuner)
+    sequences = [Sequence(i, request()) for i in range(10, 14)]
+    for _ in range(200):
+        assert len({tuner.choose(sequence, 4) for sequence in sequences}) == 1
+
+
+def test_a_window_counts_for_the_phase_it_was_planned_in() -> None:
+    tuner = Tuner(dict(LIMITS), fixed_rows=True)
+    sequence = Sequence(1, request())
+    sequence.phase = "thinking"
+    tuner.choose(sequence, 1)
+    sequence.phase = "answer"
+    assert tuner.see_window(sequence, 1, ("mtp", 2), ("mtp", "mtp"), 1) == "thinking"
+    assert tuner.learnt.acceptance["mtp", "thinking"].steps == 1
+    tuner.see_echo(sequence, True)
+    tuner.choose(sequence, 1)
+    tuner.see_echo(sequence, False)
+    assert tuner.see_window(sequence, 1, OFF, (), 0) == "echo"
+    tuner.choose(sequence, 2)
+    assert tuner.see_window(sequence, 2, OFF, (), 0) == "answer", "several sequences do best alike"
 
 
 def test_explains_itself() -> None:
-    tuner = Tuner(dict(LIMITS))
-    Stream(tuner, 1).run(PROSE, 500)
+    tuner = Tuner(dict(LIMITS), fixed_rows=True)
+    replay_tuned(texts_of([PROSE], 1, 1, 500), tuner)
     assert any("answer, 1 active" in line and "tok/s" in line for line in tuner.explain())
+    tuner.reset()
+    assert tuner.explain() == [] and tuner.reason == "not started"
+
+
+def test_dictated_tokens_and_drafters_that_catch_up_teach_nothing() -> None:
+    tuner = Tuner(dict(LIMITS), fixed_rows=True)
+    sequence = Sequence(1, request())
+    for drafted in (("thinking_budget", "thinking_budget"), ()):
+        tuner.choose(sequence, 1)
+        tuner.see_window(sequence, 1, ("mtp", 2), drafted, 2 if drafted else 0)
+    assert all(not known.steps for known in tuner.learnt.acceptance.values())
 
 
 def test_acceptance_counts_only_what_was_reached() -> None:
-    acceptance = Acceptance(smoothing=0.01)
+    acceptance = Acceptance()
     for _ in range(400):
         acceptance.see(drafted=3, accepted=1)
     assert acceptance.rate(0) > 0.97 and acceptance.rate(1) < 0.03
-    assert len(acceptance.rates) == 2, "position 3 was never reached"
+    assert acceptance.now.seen[2] == 0, "position 3 was never reached"
     assert acceptance.tokens_per_step(3) == pytest.approx(2.0, abs=0.1)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.4), (0.2, 0.8)])
+def test_a_change_is_noticed_and_steadiness_is_not(before: float, after: float) -> None:
+    generator = random.Random(3)
+    acceptance = Acceptance()
+
+    def run(rate: float, steps: int) -> None:
+        for _ in range(steps):
+            accepted = next((i for i in range(3) if generator.random() >= rate), 3)
+            acceptance.see(3, accepted)
+
+    run(before, 100)
+    learning = acceptance.changes
+    run(before, 400)
+    assert acceptance.changes - learning <= 2
+    run(after, 25)
+    assert acceptance.rate(0) == pytest.approx(after, abs=0.15)
+    run(after, 400)
+    assert acceptance.rate(0) == pytest.approx(after, abs=0.05)
+
+
 def test_costs_are_told_from_neighbours() -> None:
-    costs = StepCosts(smoothing=1.0)
-    assert costs.of("mtp", 3) is None
-    costs.see("off", 0, 4.0)
-    assert costs.of("mtp", 3) == 4.0
-    costs.see("mtp", 4, 6.0)
-    assert costs.of("mtp", 2) == pytest.approx(5.0) and costs.of("mtp", 6) == pytest.approx(7.0)
+    costs = StepCosts()
+    assert costs.verify_curve() == [] and costs.draft_curve("mtp") == []
+    costs.verify[1] = Mean(4.0, 1)
+    assert costs.verify_curve()[7] == 4.0
+    costs.verify[5] = Mean(6.0, 1)
+    curve = costs.verify_curve()
+    assert curve[3] == pytest.approx(5.0) and curve[9] == pytest.approx(8.0)
+    costs.verify[8] = Mean(5.0, 9)
+    assert costs.verify_curve()[5] == costs.verify_curve()[8] == 5.5, "more rows never cost less"
+    costs.draft["mtp", 4] = Mean(2.0, 1)
+    assert costs.draft_curve("mtp")[2] == pytest.approx(1.0) and costs.draft_curve("mtp")[6] == pytest.approx(3.0)
+
+
+def test_a_compilation_in_between_does_not_count() -> None:
+    means = [Mean(), Mean()]
+    for mean_, values in zip(means, ([900.0, 7.0, 7.0], [7.0] * 30 + [900.0]), strict=True):
+        for value in values:
+            mean_.see(value, 1)
+    assert means[0].value < 7.0 * OUTLIER and means[1].value < 7.8
+
+
+def test_other_contexts_begin_with_what_is_known() -> None:
+    tuner = Tuner(dict(LIMITS), fixed_rows=True)
+    replay_tuned(texts_of([REASONING], 1, 1, 1000), tuner)
+    near = tuner.rates("answer", 1, 0)
+    assert tuner.rates("answer", 1, 3) == near
+    tuner.see_step(3 * 4096, 1, [OFF], 0.0, 2 * VERIFY_MS[1])
+    far = tuner.rates("answer", 1, 3)
+    assert far[OFF] == pytest.approx(near[OFF] / 2, rel=0.02) and far["mtp", 5] < near["mtp", 5]
+
+
+def test_settings_are_kept() -> None:
+    assert Tuner({}, TunerSettings(margin=0.5)).settings.margin == 0.5
+    assert Tuner({}).choose(Sequence(1, request()), 1) == OFF

@@ -44,7 +44,7 @@ def test_state_is_kept_explained_and_forgotten(tmp_path: Path) -> None:
         await write_something(first)
         told = await first.explain_tuner()
         assert any("answer, 1 active" in line and "off 0" in line for line in told)
-        (choice,) = (await first.explain()).choices
+        choice = next(choice for choice in (await first.explain()).choices if choice.phase == "answer")
         assert "off" in [candidate.drafter for candidate in choice.candidates] and choice.decisions > 0
         await first.aclose()
         [file] = tuner_dir.glob("*.json")

@@ -30,7 +30,8 @@ def busy_tuner(steps: int = 400) -> Tuner:
         sequence.length_bound_tokens = step * 30
         arm = tuner.choose(sequence, 1)
         accepted = min(rng.randrange(4), arm[1])
-        tuner.see(sequence, 1, arm, arm[1], accepted, 2.0 + 0.1 * arm[1] + rng.random())
+        tuner.see_window(sequence, 1, arm, (arm[0],) * arm[1], accepted)
+        tuner.see_step(step * 30, 1 + arm[1], [arm], 0.1 * arm[1], 2.0 + rng.random())
     return tuner
 
 
@@ -56,20 +57,25 @@ def test_other_machines_and_missing_drafters_do_not_count(tmp_path: Path) -> Non
     fewer = Tuner({"ngram": 7})
     assert TunerStore(tmp_path, KEY).restore(fewer)
     assert all(method != "mtp" for method, _ in fewer.learnt.acceptance)
-    assert all(work.current[0] != "mtp" for work in fewer.learnt.work.values())
+    assert all(work.current[0] != "mtp" for work in fewer.work.values())
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda d: d.update(format=99),
-        lambda d: d.update(acceptance=[["ngram", "answer", [2.0], [1]]]),
-        lambda d: d.update(acceptance=[["ngram", "answer", [0.5], []]]),
-        lambda d: d.update(costs=[[1, 0, [["ngram", 1, -1.0, 1]]]]),
-        lambda d: d.update(costs=[[1, 0, [["ngram", 1, "1", 1]]]]),
+        lambda d: d.update(acceptance=[["ngram", "answer", [2.0], [0.0] * 16, [0.0] * 16, 3.0, 1]]),
+        lambda d: d.update(acceptance=[["ngram", "answer", [0.5], [0.0] * 15, [0.0] * 15, 3.0, 1]]),
+        lambda d: d.update(acceptance=[["ngram", "answer", [0.5], [2.0] * 16, [1.0] * 16, 3.0, 1]]),
+        lambda d: d.update(acceptance=[["ngram", "answer", [0.5], [0.0] * 16, [1e999] * 16, 3.0, 1]]),
+        lambda d: d.update(speech=[["ngram", "answer", 1.5, 1]]),
+        lambda d: d.update(drafted=[["ngram", "answer", -1, 1]]),
+        lambda d: d.update(costs=[[0, [[17, 1.0, 1]], []]]),
+        lambda d: d.update(costs=[[0, [[1, -1.0, 1]], []]]),
+        lambda d: d.update(costs=[[0, [], [["ngram", 1, "1", 1]]]]),
         lambda d: d.update(costs=7),
-        lambda d: d.update(work=[["answer", 1, ["ngram"], {}]]),
-        lambda d: d.update(work=[["answer", 1, ["ngram", 1], {"off": -1}]]),
+        lambda d: d.update(work=[["answer", 1, ["ngram"]]]),
+        lambda d: d.update(work=[["answer", 1, ["ngram", -1]]]),
         lambda d: d.pop("work"),
     ],
 )

@@ -1,0 +1,212 @@
+"""What was learnt of drafting here: acceptance and costs, and from both the rate that each choice is expected to have.
+
+The expected rate of (method, depth) is (1 + sum of survivals) / milliseconds of such a step. A chain `first+second` is
+told from its parts: the first speaks in a share of the windows, the second in the rest. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from localspec.core.records import MAX_ROWS
+from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Speech
+from localspec.engine.step_costs import OFF, Arm, Mean, StepCosts, graph_rows
+
+CONTEXT_BUCKET_TOKENS = 4096
+COPYING = frozenset(("ngram", "ngram_disk"))
+"""Methods that speak as long as they know something and cost next to nothing to ask."""
+COPY_DEPTHS, CHAIN_DEPTHS, MODEL_DEPTHS = (3, 7, 15), (2, 3, 4, 5, 7, 15), (1, 2, 3, 4, 5, 6, 7, 11, 15)
+"""Depths that are looked at. On a card each is captured when it first comes up, so those that make little difference
+are left out."""
+ECHO = "echo"
+"""The phase in which the text repeats itself."""
+ECHO_RATE = 0.9
+"""First guess of copies there."""
+CHEAP_DRAFT_SHARE = 0.01
+"""Of a plain step: what asking a copying method costs until it was measured."""
+
+
+@dataclass
+class Learnt:
+    """acceptance, speech: by (method, phase), with `method!` for what a method says as the sure first part of a chain;
+    drafted: by (method, phase), drafts of a window where the host sees how many there are; costs: by context bucket."""
+
+    acceptance: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
+    speech: dict[tuple[str, str], Speech] = field(default_factory=dict)
+    drafted: dict[tuple[str, str], Mean] = field(default_factory=dict)
+    costs: dict[int, StepCosts] = field(default_factory=dict)
+    steps: int = 0
+    """Measured in this run; says how old a figure is."""
+
+
+@dataclass
+class Knowledge:
+    """`depth_limits` maps each method or chain to its greatest depth. `fixed_rows`: a step runs as many rows as were
+    planned, whatever was drafted (captured graphs)."""
+
+    depth_limits: Mapping[str, int]
+    fixed_rows: bool = False
+    learnt: Learnt = field(default_factory=Learnt)
+
+    def see_window(self, arm: Arm, phase: str, drafted_by: Sequence[str], accepted: int, in_use: bool = True) -> bool:
+        """The drafts of a window had these origins, and the first `accepted` stood; `in_use`: the choice was in use for
+        a while, so that its silence counts. Tells whether the work has changed."""
+        method, depth = arm
+        parts = method.split("+")
+        speaker = _speaker(parts, drafted_by)
+        if speaker is None:
+            return False
+        if not self.fixed_rows and parts[0] in COPYING:
+            self.learnt.drafted.setdefault((method, phase), Mean()).see(float(len(drafted_by)), 0)
+        spoken = sum(1 for origin in drafted_by if _part_of(parts, origin) == speaker)
+        is_first = speaker == parts[0]
+        changed = False
+        if len(parts) > 1:
+            changed = self._see_first(parts[0], phase, depth if is_first else 0, accepted)
+        if len(parts) == 1 or (speaker and not is_first):
+            # A copying method that says nothing has missed; another one was not caught up, which tells nothing.
+            name = speaker or method
+            if in_use and name not in COPYING:
+                self.speech_of(name, phase).see(bool(drafted_by))
+            known = self.acceptance_of(name, phase)
+            changed = known.see(depth if name in COPYING else spoken, min(accepted, spoken)) or changed
+        return changed
+
+    def see_shadow(self, phase: str, depth: int, run: int, sure: bool) -> bool:
+        """What the text's own n-grams would have had right, of `depth` drafts, at a place where a window might have
+        begun; `sure`: in front of another drafter they would have spoken there. Tells whether the work has changed."""
+        first = self._see_first("ngram", phase, depth if sure else 0, run)
+        return self.acceptance_of("ngram", phase).see(depth, run) or first
+
+    def tokens(self, method: str, depth: int, phase: str) -> float:
+        """Expected tokens of a window."""
+        if not depth:
+            return 1.0
+        first, _, second = method.partition("+")
+        if not second:
+            whole = self.acceptance_of(method, phase).tokens_per_step(min(depth, self.depth_limits.get(method, depth)))
+            return whole if method in COPYING else 1.0 + self.speech_of(method, phase).share * (whole - 1.0)
+        share = self.speech_of(f"{first}!", phase).share
+        sure = self.acceptance_of(f"{first}!", phase).tokens_per_step(depth)
+        return share * sure + (1.0 - share) * self.tokens(second, depth, phase)
+
+    def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
+        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told."""
+        costs = self.step_ms(phase, num_active, bucket)
+        return {arm: self.tokens(*arm, phase) / ms for arm, ms in costs.items()}
+
+    def step_ms(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
+        """Expected milliseconds of a step in which all of so many sequences have the same choice; unknown ones left
+        out."""
+        verify = self.verify_curve(bucket)
+        if not verify:
+            return {}
+        drafts = {method: self.draft_curve(method, bucket) for method in self.depth_limits}
+        found = {OFF: verify[num_active]}
+        for arm in self.arms(num_active):
+            method, depth = arm
+            draft = drafts.get(method, [])
+            if draft:
+                rows = num_active * (1.0 + self._drafts_of_window(method, depth, phase))
+                place = float(graph_rows(int(rows))) if self.fixed_rows else min(rows, float(MAX_ROWS))
+                whole = int(place)
+                verified = verify[whole] + (place - whole) * (verify[min(whole + 1, MAX_ROWS)] - verify[whole])
+                found[arm] = verified + draft[depth]
+        return found
+
+    def arms(self, num_active: int) -> list[Arm]:
+        """Every choice with drafts that fits the rows of a step, shared alike."""
+        room = self.room(num_active)
+        found: list[Arm] = []
+        for method, limit in self.depth_limits.items():
+            kind = CHAIN_DEPTHS if "+" in method else COPY_DEPTHS if method in COPYING else MODEL_DEPTHS
+            depths = {depth for depth in kind if depth < min(limit, room)} | {min(limit, room)} - {0}
+            found += [(method, depth) for depth in sorted(depths)]
+        return found
+
+    def room(self, num_active: int) -> int:
+        """Drafts that each of so many sequences has room for."""
+        return (MAX_ROWS - num_active) // num_active
+
+    def verify_curve(self, bucket: int) -> list[float]:
+        """See `StepCosts`; from this bucket of contexts, else from the nearest, scaled by what both have measured."""
+        own = self.costs_of(bucket)
+        if len(own.verify) > 1:
+            return own.verify_curve()
+        for near in sorted(self.learnt.costs, key=lambda b: abs(b - bucket)):
+            table = self.learnt.costs[near]
+            if len(table.verify) > 1:
+                curve = table.verify_curve()
+                scale = next((mean.value / curve[rows] for rows, mean in own.verify.items()), 1.0)
+                return [scale * ms for ms in curve]
+        return own.verify_curve()
+
+    def draft_curve(self, method: str, bucket: int) -> list[float]:
+        """See `StepCosts`; from the nearest bucket that has any. Of a chain that never ran, the sum of its parts;
+        asking a copying method costs next to nothing until it was measured."""
+        for near in sorted(self.learnt.costs, key=lambda b: abs(b - bucket)):
+            curve = self.learnt.costs[near].draft_curve(method)
+            if curve:
+                return curve
+        if method in COPYING:
+            plain = self.verify_curve(bucket)
+            return [CHEAP_DRAFT_SHARE * plain[1] * min(depth, 1) for depth in range(MAX_ROWS)] if plain else []
+        parts = method.split("+")
+        if len(parts) == 1:
+            return []
+        curves = [(self.draft_curve(part, bucket), self.depth_limits.get(part, 0)) for part in parts]
+        if not all(curve for curve, _ in curves):
+            return []
+        return [sum(curve[min(depth, limit)] for curve, limit in curves) for depth in range(MAX_ROWS)]
+
+    def _drafts_of_window(self, method: str, depth: int, phase: str) -> float:
+        """Rows beyond the first: the depth, or where the host sees the drafts what they usually are."""
+        drafted = self.learnt.drafted.get((method, phase))
+        if self.fixed_rows or drafted is None:
+            return float(depth)
+        return min(float(depth), drafted.value)
+
+    def acceptance_of(self, method: str, phase: str) -> Acceptance:
+        """Of a new kind of work, a guess from the one that is known best; where the text repeats itself, that copies
+        stand."""
+        found = self.learnt.acceptance.get((method, phase))
+        if found is None:
+            copies = method.rstrip("!") in COPYING
+            found = Acceptance(copies=copies)
+            like = [a for (name, _), a in self.learnt.acceptance.items() if name == method and a.steps]
+            if copies and phase == ECHO:
+                found.long_run = [ECHO_RATE] * MAX_POSITIONS
+            elif like:
+                found.long_run = list(max(like, key=lambda a: a.steps).long_run)
+            self.learnt.acceptance[method, phase] = found
+        return found
+
+    def speech_of(self, method: str, phase: str) -> Speech:
+        """Copying methods have something to say now and then, others always but while they catch up."""
+        found = self.learnt.speech.get((method, phase))
+        if found is None:
+            found = Speech(0.5 if method.rstrip("!") in COPYING else 1.0)
+            self.learnt.speech[method, phase] = found
+        return found
+
+    def costs_of(self, bucket: int) -> StepCosts:
+        """The cost table of a context bucket."""
+        return self.learnt.costs.setdefault(bucket, StepCosts())
+
+    def _see_first(self, part: str, phase: str, depth: int, accepted: int) -> bool:
+        """The first part of a chain spoke and might have said `depth` drafts, or stayed silent (0)."""
+        self.speech_of(f"{part}!", phase).see(depth > 0)
+        return bool(depth) and self.acceptance_of(f"{part}!", phase).see(depth, accepted)
+
+
+def _part_of(parts: Sequence[str], origin: str) -> str | None:
+    """The part of a chain that an origin belongs to; tables on disk have names of their own."""
+    if origin in parts:
+        return origin
+    return "ngram_disk" if origin.startswith("table:") and "ngram_disk" in parts else None
+
+
+def _speaker(parts: Sequence[str], drafted_by: Sequence[str]) -> str | None:
+    """Who spoke first: "" for nobody, None for something that is no drafter (a dictated token)."""
+    return _part_of(parts, drafted_by[0]) if drafted_by else ""

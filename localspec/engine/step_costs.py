@@ -1,0 +1,88 @@
+"""What a step costs on this machine: milliseconds to verify so many rows, and to draft with a method to a depth.
+
+Measured while answers are written; what was not measured is told from neighbours. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from localspec.core.records import GRAPH_ROWS, MAX_ROWS
+
+SMOOTHING = 0.05
+OUTLIER = 3.0
+"""A step this many times as long as its like (a first run, another program) counts as so long at most."""
+Arm = tuple[str, int]
+OFF: Arm = ("off", 0)
+
+
+@dataclass
+class Mean:
+    """A smoothed value; the first ones weigh alike."""
+
+    value: float = 0.0
+    count: int = 0
+    seen_at: int | None = None
+    """Number of the engine's step that was measured last, in this run."""
+
+    def see(self, value: float, step: int) -> None:
+        self.count += 1
+        self.seen_at = step
+        if self.count > 2:
+            value = min(value, OUTLIER * self.value)
+        elif self.count == 2:
+            # The first time may hold a compilation.
+            self.value = min(self.value, OUTLIER * value)
+        self.value += max(SMOOTHING, 1.0 / self.count) * (value - self.value)
+
+
+@dataclass
+class StepCosts:
+    """Costs in one bucket of context lengths. `verify` by rows of the whole step; `draft` by method and depth."""
+
+    verify: dict[int, Mean] = field(default_factory=dict)
+    draft: dict[Arm, Mean] = field(default_factory=dict)
+
+    def verify_curve(self) -> list[float]:
+        """Milliseconds to verify 0, 1, ... MAX_ROWS rows: on the line between the nearest measured ones, never falling;
+        empty if nothing was measured. Beyond the widest it goes on as between the last two, from a single one it stays.
+        """
+        known = _rising({rows: mean.value for rows, mean in self.verify.items()})
+        if not known:
+            return []
+        return _line([(0, known[0][1]), *known], MAX_ROWS, flat_end=len(known) < 2)
+
+    def draft_curve(self, method: str) -> list[float]:
+        """Milliseconds to draft to depth 0, 1, ... MAX_ROWS - 1; empty if this method was never measured."""
+        known = _rising({depth: mean.value for (name, depth), mean in self.draft.items() if name == method})
+        return _line([(0, 0.0), *known], MAX_ROWS - 1, flat_end=False) if known else []
+
+
+def graph_rows(rows: int) -> int:
+    """The rows that a captured step has for so many."""
+    return next((size for size in GRAPH_ROWS if size >= rows), MAX_ROWS)
+
+
+def _rising(known: dict[int, float]) -> list[tuple[int, float]]:
+    """Pairs in order, each value at least the mean of what it would undercut (pool adjacent violators)."""
+    blocks: list[tuple[float, list[int]]] = []
+    for key in sorted(known):
+        value, keys = known[key], [key]
+        while blocks and blocks[-1][0] > value:
+            before, earlier = blocks.pop()
+            value = (before * len(earlier) + value * len(keys)) / (len(earlier) + len(keys))
+            keys = earlier + keys
+        blocks.append((value, keys))
+    return [(key, value) for value, keys in blocks for key in keys]
+
+
+def _line(known: list[tuple[int, float]], last: int, flat_end: bool) -> list[float]:
+    """Values at 0 .. last on the lines between known places, the first of which is 0."""
+    values: list[float] = []
+    for (begin, low), (end, high) in pairwise(known):
+        slope = (high - low) / (end - begin)
+        values += [low + slope * (place - begin) for place in range(begin, end)]
+    slope = 0.0 if flat_end else slope
+    end, high = known[-1]
+    return [*values, *(high + slope * (place - end) for place in range(end, last + 1))]
