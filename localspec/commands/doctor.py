@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -52,7 +49,7 @@ def doctor(as_json: bool) -> None:
                 encoding=sys.stdout.encoding or "unknown",
             ),
             wants_gpu=_wants_gpu(config),
-            self_test=_self_test(),
+            self_test=kernel_test,
             chats_file=config.paths.chats_file,
             kv_index_file=config.paths.kv_dir / INDEX_NAME,
         )
@@ -80,20 +77,14 @@ def _wants_gpu(config: Settings) -> bool:
     return any(meant_for_card(known, name, config.paths.models_dir / name) for name in installed_ids(config))
 
 
-def _self_test() -> Callable[[], SelfTest] | None:
-    """The kernels' own test on the first card, where this version brings one."""
-    if importlib.util.find_spec("localspec.kernels.self_test") is None:
-        return None
+def kernel_test(device: str = "cuda") -> SelfTest:
+    """The kernels' own test on a device; may raise whatever a driver raises."""
+    import torch
 
-    def run() -> SelfTest:
-        import torch
+    from localspec.hub.doctor import SelfTest
+    from localspec.kernels import self_test
+    from localspec.kernels.table import choose
 
-        from localspec.hub.doctor import SelfTest
-        from localspec.kernels.table import choose
-
-        module = importlib.import_module("localspec.kernels.self_test")
-        ops, _ = choose("cuda")
-        report = module.run(ops, torch.device("cuda"))
-        return SelfTest(str(report.summary), tuple(str(failure) for failure in report.failures))
-
-    return run
+    ops, _ = choose(device)
+    report = self_test.run(ops, torch.device(device))
+    return SelfTest(report.summary, report.failures)

@@ -33,10 +33,20 @@ class ProgressLines:
         text = progress.message
         if progress.total_bytes:
             share = progress.done_bytes * 100 // progress.total_bytes
-            text += f" · {share}% of {gib(progress.total_bytes)} · {gib(int(progress.rate_bytes_per_s))}/s"
+            text += f" · {share}% of {gib(progress.total_bytes)}"
+            if progress.rate_bytes_per_s > 0:
+                text += f" · {gib(int(progress.rate_bytes_per_s))}/s"
             if progress.eta_s is not None:
-                text += f" · {progress.eta_s:.0f} s left"
+                text += f" · {in_words(progress.eta_s)} left"
         if self._moving and not new_stage:
             click.echo(f"\r\x1b[K{text}", err=True, nl=False)
         else:
             click.echo(f"\r\x1b[K{text}" if self._moving else text, err=True)
+
+
+def in_words(seconds: float) -> str:
+    """A time for people: seconds, minutes, or hours and minutes."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"

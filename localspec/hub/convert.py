@@ -159,7 +159,9 @@ def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) 
 
 def _changed(values: Array, target: MappedTensor, file_name: str) -> Array:
     if target.change == "minus_one":
-        return values - np.float32(1.0)
+        # A damaged file may hold NaN, which is for the engine's checks to find.
+        with np.errstate(invalid="ignore"):
+            return values - np.float32(1.0)
     if target.change == "log_of_negative":
         if not bool((values < 0).all()):
             raise HubError(f"{file_name}: {target.gguf_name} must be negative throughout")

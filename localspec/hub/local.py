@@ -15,6 +15,7 @@ from typing import Any
 
 from localspec.hub import layout
 from localspec.hub.layout import Manifest
+from localspec.hub.pins import PINS_NAME
 from localspec.hub.records import HubError
 from localspec.storage.files import exclusive_lock
 
@@ -206,7 +207,7 @@ def disk_use(data_dir: Path) -> DiskUse:
 
 def _leftovers(data_dir: Path) -> list[Path]:
     directory = data_dir / "models"
-    builds = list(directory.glob(f"{layout.TEMPORARY_PREFIX}*"))
+    builds = [*directory.glob(f"{layout.TEMPORARY_PREFIX}*"), *directory.glob(f".{PINS_NAME}.new")]
     return sorted([*builds, *(directory / layout.PARTIAL_DIRECTORY).glob("*")])
 
 

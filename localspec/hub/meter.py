@@ -10,6 +10,9 @@ from collections.abc import Callable
 from localspec.hub.records import ProgressCallback, PullProgress
 
 WINDOW_S = 5.0
+LEAST_S = 0.5
+LEAST_FOR_ETA_S = 2.0
+"""Before so much has been seen, a speed would be a guess, and the time left nonsense."""
 REPORT_INTERVAL_S = 0.1
 
 
@@ -64,7 +67,8 @@ class ProgressMeter:
         while now_s - self._history[0][0] > WINDOW_S:
             self._history.popleft()
         first_s, first_bytes = self._history[0]
-        rate = max(0.0, (self._done_bytes - first_bytes) / (now_s - first_s)) if now_s > first_s else 0.0
+        rate = max(0.0, (self._done_bytes - first_bytes) / (now_s - first_s)) if now_s - first_s >= LEAST_S else 0.0
+        is_steady = now_s - first_s >= LEAST_FOR_ETA_S
         left_bytes = None if self._total_bytes is None else self._total_bytes - self._shown_bytes
         self._callback(
             PullProgress(
@@ -74,6 +78,6 @@ class ProgressMeter:
                 done_bytes=self._shown_bytes,
                 total_bytes=self._total_bytes,
                 rate_bytes_per_s=rate,
-                eta_s=left_bytes / rate if left_bytes is not None and rate > 0 else None,
+                eta_s=left_bytes / rate if left_bytes is not None and rate > 0 and is_steady else None,
             )
         )

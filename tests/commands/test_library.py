@@ -214,3 +214,21 @@ def test_doctor_s_exit_codes(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     run("pull", "tiny", "--drafter", "none")  # its catalogue entry needs a card of 8 GB
     cannot = run("doctor", exit_code=3).stdout
     assert "failed   gpu driver" in cannot and "reboot" in cannot
+
+
+@pytest.mark.torch
+def test_doctor_runs_the_kernels_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localspec.commands.doctor import kernel_test
+    from localspec.kernels import self_test
+
+    good = self_test.GroupResult("linear", 0.0, 1.0, 0.1)
+    outcomes = [good, self_test.GroupResult("gdn", 2.0, 1.0, 0.1, "too far")]
+    seen: list[str] = []
+
+    def run(ops: object, device: object) -> self_test.SelfTestReport:
+        seen.append(str(device))
+        return self_test.SelfTestReport(tuple(outcomes), (), 0.2)
+
+    monkeypatch.setattr(self_test, "run", run)
+    found = kernel_test("cpu")
+    assert seen == ["cpu"] and found.failures == ("gdn: too far",) and "1 of 2" in found.summary
