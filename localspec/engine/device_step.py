@@ -160,9 +160,10 @@ class EagerStep:
         """Acceptance, and the drafters' view of the rows. packed: [R, ceil(V / 8)] uint8 masks of `packed_rows`."""
         state = self.runner.state
         allowed = unpacked(packed, output.logits.shape[1]) if packed is not None else None
-        rules = RowRules(allowed=allowed)
+        rules = RowRules(allowed=allowed, settle=self.runner.ops.settle)
         if self._acceptance is not None:
-            rules = replace(self._acceptance(output.rows, draft, state.sampling.seeds), allowed=allowed)
+            forced = self._acceptance(output.rows, draft, state.sampling.seeds).forced
+            rules = replace(rules, forced=forced)
         thinking = self.thinking if needs.thinking else None
         result = accept(
             output.logits,

@@ -167,6 +167,20 @@ class Ops(Protocol):
         """Apply the pending rows of every slot to the state, so that it can be saved. pending_rows: [S] int64."""
         ...
 
+    def window_rows(self, places: WindowPlaces, drafts: Tensor, slots: SlotCounters) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [R] int64 of a verify step: each slot's last token, then its drafts [S, K].
+
+        A draft of -1 runs as token 0; positions count from 0; rows of no slot get something in range.
+        """
+        ...
+
+    def settle(self, window: Window, slots: SlotCounters) -> Settled:
+        """Accept drafts while they equal what was drawn, cut at stop ids and limits, and commit to `slots` in place.
+
+        Slots without rows keep everything. The stop token itself is emitted.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class GdnInputs:
@@ -215,3 +229,64 @@ class GdnState:
     ring_k: Tensor
     ring_u: Tensor
     ring_decay: Tensor
+
+
+class WindowPlaces(Protocol):
+    """Where the rows of a verify step belong. slots: [R] int64 (-1: padding); offsets: [R] int64 in the window."""
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    @property
+    def offsets(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a verify step drew. drawn: [R] int64; drafts, origins: [S, K] int64; starts, counts: [S] int64 rows of each
+    slot. A draft of -1 equals no token."""
+
+    drawn: Tensor
+    drafts: Tensor
+    origins: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+class SlotCounters(Protocol):
+    """What the slots hold, changed in place. history: [S, C] int64; lengths, remaining, pending_rows: [S] int64;
+    frozen: [S] bool; stop_ids: [S, n] int64, -1 beyond."""
+
+    @property
+    def history(self) -> Tensor: ...
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def remaining(self) -> Tensor: ...
+
+    @property
+    def frozen(self) -> Tensor: ...
+
+    @property
+    def stop_ids(self) -> Tensor: ...
+
+    @property
+    def pending_rows(self) -> Tensor: ...
+
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+"""Values of `Settled.finish`."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """token_ids: [S, K + 1] int64, -1 beyond what was emitted; num_emitted, num_accepted, finish: [S] int64; origins:
+    [S, K + 1] int64, 1 + the draft's where one was accepted, else 0."""
+
+    token_ids: Tensor
+    num_emitted: Tensor
+    origins: Tensor
+    num_accepted: Tensor
+    finish: Tensor

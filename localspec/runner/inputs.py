@@ -17,6 +17,7 @@ from localspec.core.records import (
     VerifyPlan,
 )
 from localspec.core.state import SequenceState
+from localspec.kernels.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,13 @@ def layout_of(numbers: Tensor) -> Layout:
     return Layout(slots, offsets, starts, counts)
 
 
-def verify_rows(layout: Layout, draft: Draft, state: SequenceState, max_position_bound: int) -> Rows:
-    """Rows of a verify step: for each slot its last token, then its drafts. Device arithmetic only.
-
-    Drafts of -1 run as token 0; acceptance refuses them. Positions count from 0.
-    """
-    safe_slot = layout.slots.clamp(min=0)
-    last = state.lengths[safe_slot] - 1
-    token_ids = state.history[safe_slot, last.clamp(min=0)]
-    if draft.token_ids.shape[1]:
-        column = (layout.offsets - 1).clamp(min=0, max=draft.token_ids.shape[1] - 1)
-        drafted = draft.token_ids[safe_slot, column].clamp(min=0)
-        token_ids = torch.where(layout.offsets == 0, token_ids, drafted)
+def verify_rows(ops: Ops, layout: Layout, draft: Draft, state: SequenceState, max_position_bound: int) -> Rows:
+    """Rows of a verify step: for each slot its last token, then its drafts. Device arithmetic only."""
+    token_ids, positions = ops.window_rows(layout, draft.token_ids, state)
     return Rows(
         kind="verify",
         token_ids=token_ids,
-        positions=(last + layout.offsets).clamp(min=0),
+        positions=positions,
         slots=layout.slots,
         block_tables=state.block_tables,
         lengths=state.lengths.clone(),

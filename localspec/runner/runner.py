@@ -102,7 +102,7 @@ class Runner:
     @torch.inference_mode()
     def verify(self, layout: Layout, draft: Draft, max_position_bound: int) -> VerifyOutput:
         """Run every decoding sequence's window. Nothing is committed before acceptance."""
-        rows = verify_rows(layout, draft, self.state, max_position_bound)
+        rows = verify_rows(self.ops, layout, draft, self.state, max_position_bound)
         forward = self.model.forward(rows, self._cache(), self._needs)
         return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
 

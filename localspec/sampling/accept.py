@@ -7,6 +7,7 @@ for the device, so that the call can be captured in a graph. Knows nothing of mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from localspec.api.types import TARGET_ORIGIN
 from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SequenceState
+from localspec.kernels.ops import Settled, SlotCounters, Window
+from localspec.kernels.reference_settle import settle as settle_reference
 from localspec.sampling.candidates import RowParameters
 from localspec.sampling.noise import row_keys
 from localspec.sampling.processors import Law, ProcessorPlan, adjust, greedy_law, law
 from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
-RUNNING, STOPPED, LENGTH = 0, 1, 2
-"""Values of `StepResult.finish`."""
+Settle = Callable[[Window, SlotCounters], Settled]
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class RowRules:
     """What may be said at single rows beyond the sampling parameters.
 
     forced: [R] int64 token that must be drawn at the row, -1 where free, or None; allowed: [R, V] bool, or None.
+    settle: the back end's `Ops.settle`, which every back end computes alike.
     """
 
     forced: Tensor | None = None
     allowed: Tensor | None = None
+    settle: Settle = settle_reference
 
 
 @torch.inference_mode()
@@ -63,33 +67,26 @@ def accept(
     if thinking is not None:
         due = forced_rows(thinking, rows, draft, state)
         drawn = torch.where(due >= 0, due, drawn)
-    column = torch.arange(draft.token_ids.shape[1] + 1, device=drawn.device)
-    # Where a window is shorter than the draft is wide, some other row is read, and refused below.
-    row_index = (rows.window_starts[:, None] + column).clamp_(max=drawn.shape[0] - 1)  # [S, K + 1]
-    targets = drawn[row_index]
-    accepted = _accepted(targets, column, rows, draft)
-    emitted, finish = _cut(targets, column, accepted, rows, state)
-    accepted = accepted * (emitted > 0)
-    valid = column < emitted[:, None]
-    _commit(targets, valid, emitted, finish, rows, state)
+    window = Window(drawn, draft.token_ids, draft.origins, rows.window_starts, rows.window_rows)
+    settled = rules.settle(window, state)
     if plan.penalties:
         # Without penalties nobody reads the counts.
         counts = state.sampling.output_counts
-        counts.scatter_add_(1, torch.where(valid, targets, 0), valid.to(counts.dtype))
-    taken = torch.where(column[:-1] < accepted[:, None], draft.origins + 1, 0)
+        said = settled.token_ids >= 0
+        counts.scatter_add_(1, settled.token_ids.clamp(min=0), said.to(counts.dtype))
     result = StepResult(
-        token_ids=torch.where(valid, targets, -1),
-        num_emitted=emitted,
-        origins=torch.nn.functional.pad(taken, (0, 1)),
-        num_accepted=accepted,
-        finish=finish,
+        token_ids=settled.token_ids,
+        num_emitted=settled.num_emitted,
+        origins=settled.origins,
+        num_accepted=settled.num_accepted,
+        finish=settled.finish,
         origin_names=(TARGET_ORIGIN, *draft.origin_names),
     )
     if thinking is not None:
         commit(thinking, result, state)
     if logprobs is None:
         return result
-    return _with_logprobs(result, drawn_law.log_probabilities(adjusted), row_index, logprobs)
+    return _with_logprobs(result, drawn_law.log_probabilities(adjusted), rows, logprobs)
 
 
 def _draw(adjusted: Tensor, rows: Rows, state: SequenceState, plan: ProcessorPlan) -> tuple[Law, Tensor]:
@@ -103,42 +100,11 @@ def _draw(adjusted: Tensor, rows: Rows, state: SequenceState, plan: ProcessorPla
     return found, found.draw(row_keys(state.sampling.seeds[slots], rows.positions + 1))
 
 
-def _accepted(targets: Tensor, column: Tensor, rows: Rows, draft: Draft) -> Tensor:
-    """[S] int64: leading drafts that equal the target's draw and had a row of their own in the window.
-
-    A draft of -1 equals no token.
-    """
-    num_drafts = draft.token_ids.shape[1]
-    if not num_drafts:
-        return torch.zeros_like(rows.window_rows)
-    wrong = (draft.token_ids != targets[:, :-1]) | (column[1:] >= rows.window_rows[:, None])
-    return torch.where(wrong, column[:-1], num_drafts).amin(dim=1)
-
-
-def _cut(targets: Tensor, column: Tensor, accepted: Tensor, rows: Rows, state: SequenceState) -> tuple[Tensor, Tensor]:
-    """[S] int64 tokens emitted and [S] int64 finish code: a stop id ends at itself, else the limit cuts."""
-    stops = (targets[:, :, None] == state.stop_ids[:, None, :]).any(dim=2)  # -1 padding never equals a token
-    first_stop = torch.where(stops, column, targets.shape[1]).amin(dim=1)
-    active = (rows.window_rows > 0) & ~state.frozen
-    emitted = torch.minimum(torch.minimum(accepted, first_stop) + 1, state.remaining.clamp(min=0)) * active
-    stopped = first_stop < emitted
-    at_limit = active & (emitted >= state.remaining) & ~stopped
-    return emitted, stopped * STOPPED + at_limit * LENGTH
-
-
-def _commit(targets: Tensor, valid: Tensor, emitted: Tensor, finish: Tensor, rows: Rows, state: SequenceState) -> None:
-    """Append to the history and move the counters. Slots outside the step keep everything."""
-    column = torch.arange(targets.shape[1], device=targets.device)
-    place = (state.lengths[:, None] + column).clamp_(max=state.history.shape[1] - 1)
-    state.history.scatter_(1, place, torch.where(valid, targets, state.history.gather(1, place)))
-    state.lengths.add_(emitted)
-    state.remaining.sub_(emitted)
-    state.frozen.logical_or_(finish)
-    state.pending_rows.copy_(torch.where(rows.window_rows > 0, emitted, state.pending_rows))
-
-
-def _with_logprobs(result: StepResult, log_probabilities: Tensor, row_index: Tensor, count: int) -> StepResult:
+def _with_logprobs(result: StepResult, log_probabilities: Tensor, rows: Rows, count: int) -> StepResult:
     """Log-probabilities of the emitted tokens and the `count` best alternatives under the law they were drawn from."""
+    column = torch.arange(result.token_ids.shape[1], device=log_probabilities.device)
+    # Where a window is shorter than the draft is wide, some other row is read; nothing was emitted there.
+    row_index = (rows.window_starts[:, None] + column).clamp_(max=log_probabilities.shape[0] - 1)  # [S, K + 1]
     own = log_probabilities[row_index, result.token_ids.clamp(min=0)]  # [S, K + 1]
     top = log_probabilities.topk(max(1, min(count, log_probabilities.shape[1])), dim=1)
     return StepResult(

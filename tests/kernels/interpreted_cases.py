@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import tests.helpers.interpreter  # noqa: F401  must come before the kernels
 
@@ -10,11 +10,11 @@ import pytest  # isort: skip
 import torch  # isort: skip
 from torch import Tensor  # isort: skip
 
-from localspec.kernels import reference_gdn  # isort: skip
+from localspec.kernels import reference_gdn, reference_settle  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
-from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging  # isort: skip
+from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging, Settled, Window  # isort: skip
 from localspec.kernels.triton import attention, attention_prefill, elementwise, gdn, gdn_fold, gdn_prefill  # isort: skip
-from localspec.kernels.triton import norm_rope  # isort: skip
+from localspec.kernels.triton import norm_rope, settle  # isort: skip
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear  # isort: skip
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
@@ -249,3 +249,54 @@ def test_dense_linear(case: tuple[int, int, int, bool]) -> None:
     elif residual is not None:
         expected = expected + residual
     _close(dense_linear(x, DenseMatrix(weight, gated), residual, bias, out), expected, 1e-5)
+
+
+@pytest.mark.parametrize("width", [0, 1, 4, 7, 15])
+def test_windows_and_what_becomes_of_them(width: int) -> None:
+    """Random windows, drafts that are right for a while, stops, limits and frozen slots; whole numbers, so equal."""
+    generator = torch.Generator().manual_seed(width)
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    for round_ in range(24):
+        counts = [int(draw(width + 2, 1)) for _ in range(4)]
+        starts = [sum(counts[:slot]) for slot in range(4)]
+        rows = sum(counts) + round_ % 2
+        if not rows:
+            continue
+        slots = [slot for slot in range(4) for _ in range(counts[slot])] + [-1] * (round_ % 2)
+        offsets = [offset for count in counts for offset in range(count)] + [0] * (round_ % 2)
+        drawn, drafts, origins = draw(3, rows), draw(3, 4, width), draw(4, 4, width)
+        drafts[draw(9, 4, width) == 0] = -1
+        stops = torch.full((4, 16), -1)
+        stops[round_ % 4, 3] = 2
+        state = _Counters(draw(50, 4, 40), torch.tensor([1, 9, 20, 30]), draw(6, 4), draw(5, 4) == 0, stops, draw(9, 4))
+        places = _Places(torch.tensor(slots), torch.tensor(offsets))
+        window = Window(drawn, drafts, origins, torch.tensor(starts), torch.tensor(counts))
+        for found, wanted in zip(
+            settle.window_rows(places, drafts, state), reference_settle.window_rows(places, drafts, state), strict=True
+        ):
+            assert torch.equal(found, wanted)
+        copy = _Counters(*(getattr(state, field.name).clone() for field in fields(_Counters)))
+        found, wanted = settle.settle(window, copy), reference_settle.settle(window, state)
+        for field in fields(Settled):
+            assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name
+        for field in fields(_Counters):
+            assert torch.equal(getattr(copy, field.name), getattr(state, field.name)), field.name
+
+
+@dataclass(frozen=True)
+class _Counters:
+    history: torch.Tensor
+    lengths: torch.Tensor
+    remaining: torch.Tensor
+    frozen: torch.Tensor
+    stop_ids: torch.Tensor
+    pending_rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Places:
+    slots: torch.Tensor
+    offsets: torch.Tensor

@@ -66,6 +66,10 @@ _ROPE_TYPES = {
     **{"positions_ptr": INT64, "slots_ptr": INT64, "tables_ptr": INT32, "k_pages_ptr": BYTES, "v_pages_ptr": BYTES},
 }
 
+_COUNTED = ("slots", "offsets", "drafts", "history", "lengths", "tokens", "positions", "drawn", "origins", "starts")
+_COUNTED += ("counts", "remaining", "stops", "pending", "emitted", "taken", "accepted", "finish")
+_COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
+
 CASES = (
     Case(
         "gdn",
@@ -173,6 +177,8 @@ CASES = (
         {"ids_ptr": INT64, "table_ptr": BF16, "out_ptr": BF16},
         {"BLOCK_WIDTH": 1024},
     ),
+    Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
+    Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
     Case(
         "dense_linear",
         "dense_split_kernel",

@@ -13,7 +13,8 @@ import torch
 from localspec.api.types import Sampling
 from localspec.core.records import StepResult
 from localspec.core.state import SequenceState
-from localspec.sampling.accept import LENGTH, RUNNING, STOPPED, accept
+from localspec.kernels.ops import LENGTH, RUNNING, STOPPED
+from localspec.sampling.accept import accept
 from localspec.sampling.processors import ProcessorPlan
 from tests.sampling.tables import (
     LogitFunction,

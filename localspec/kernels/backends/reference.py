@@ -13,9 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localspec.kernels import reference_gdn
+from localspec.kernels import reference_gdn, reference_settle
 from localspec.kernels.elementwise import sigmoid, silu
-from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
+from localspec.kernels.ops import (
+    Epilogue,
+    GdnInputs,
+    GdnState,
+    GdnWeights,
+    Norm,
+    PackedWeight,
+    Paging,
+    Settled,
+    SlotCounters,
+    Window,
+    WindowPlaces,
+)
 from localspec.kernels.reference_attention import PAGE_TOKENS, paged_attention
 from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, choose_way, multiply, prepare
 from localspec.kernels.weights import LogicalWeight
@@ -182,6 +194,14 @@ class ReferenceOps:
     def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
         """See `Ops.gdn_fold`."""
         reference_gdn.gdn_fold(state, pending_rows)
+
+    def window_rows(self, places: WindowPlaces, drafts: Tensor, slots: SlotCounters) -> tuple[Tensor, Tensor]:
+        """See `Ops.window_rows`."""
+        return reference_settle.window_rows(places, drafts, slots)
+
+    def settle(self, window: Window, slots: SlotCounters) -> Settled:
+        """See `Ops.settle`."""
+        return reference_settle.settle(window, slots)
 
 
 def _page_runs(slots: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -17,10 +17,22 @@ from localspec.kernels.compat import version_problem
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
-from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, PackedWeight, Paging
+from localspec.kernels.ops import (
+    Epilogue,
+    GdnInputs,
+    GdnState,
+    GdnWeights,
+    Norm,
+    PackedWeight,
+    Paging,
+    Settled,
+    SlotCounters,
+    Window,
+    WindowPlaces,
+)
 from localspec.kernels.packed_forms import PackedForm, WeightStore
 from localspec.kernels.triton import attention as decode
-from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope
+from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope, settle
 from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.fp8_linear import fp8_linear
@@ -208,6 +220,14 @@ class TritonOps:
     def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:
         """See `Ops.gdn_fold`."""
         gdn_fold.gdn_fold(state, pending_rows)
+
+    def window_rows(self, places: WindowPlaces, drafts: Tensor, slots: SlotCounters) -> tuple[Tensor, Tensor]:
+        """See `Ops.window_rows`."""
+        return settle.window_rows(places, drafts, slots)
+
+    def settle(self, window: Window, slots: SlotCounters) -> Settled:
+        """See `Ops.settle`."""
+        return settle.settle(window, slots)
 
     def _operand(self, x: Tensor, norm: Norm | None) -> Tensor:
         rows = x if norm is None else elementwise.rms_norm(x, norm)
