@@ -61,7 +61,7 @@ class BlockBytes:
         return sum(size for _, _, _, size in self._states)
 
     def moment(self) -> Any:
-        """Called by the decode thread: a mark after all that it has started on the device; None on a CPU."""
+        """A mark after all that was started on the device's main stream so far; None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -108,9 +108,10 @@ class BlockBytes:
         """A snapshot on the device from [state_bytes] uint8."""
         snapshot: StateSnapshot = {}
         offset = 0
-        with self._side_stream(None):
-            for key, shape, dtype, size in self._states:
-                value = torch.empty(shape, dtype=dtype, device=self._device)
+        # Made on the stream that will read and free them; what it did with their memory before must be over.
+        values = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype, _ in self._states]
+        with self._side_stream(self.moment()):
+            for (key, _, _, size), value in zip(self._states, values, strict=True):
                 self._copy(value.view(-1).view(torch.uint8), source[offset : offset + size])
                 snapshot[key] = value
                 offset += size

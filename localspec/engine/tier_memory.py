@@ -49,6 +49,13 @@ class HostMemory:
     def grown_bytes(self) -> int:
         return sum(piece.cap_bytes for piece in self._pieces)
 
+    def prepare(self, num_bytes: int) -> None:
+        """Grow to so much at once: registering holds the driver up, which a step would feel later."""
+        with self._lock:
+            while self._register is not None and self.grown_bytes < min(num_bytes, self.cap_bytes):
+                if not self._grow(min(PIECE_BYTES, self.cap_bytes - self.grown_bytes)):
+                    return
+
     def take(self, num_bytes: int, large: bool) -> Tensor | None:
         """[num_bytes] uint8, page-aligned, or None while there is no room. Large and small ones keep to their ends."""
         with self._lock:

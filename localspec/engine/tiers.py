@@ -43,6 +43,8 @@ MIN_STATE_DISTANCE_TOKENS = 2 * PAGE_TOKENS
 CLOSE_LIMIT_S = 30.0
 HOST_SHARE, HOST_MOST_BYTES = 0.25, 64 << 30
 """Share of the free memory that copies of a card's conversations may take."""
+PREPARED_BYTES = 2 << 30
+"""Of that memory, registered at start."""
 CPU_HOST_SHARE, CPU_HOST_MOST_BYTES = 0.1, 2 << 30
 """On a CPU the pages lie in the same memory: copies only serve what the pages were taken from."""
 Work = queue.SimpleQueue[Callable[[], None] | None]
@@ -126,6 +128,7 @@ class HostAndDisk(NoTiers):
     def start(self, call: Call) -> None:
         self._call = call
         self._restorer = Restorer(self._store, self._pool, self._copies.with_own_stream(), self._scheduler, call)
+        self._turns.put(lambda: self._memory.prepare(PREPARED_BYTES))
         self._keeper = Keeper(self._pool, self._memory, PageCopier(self._copies, self._scheduler, call))
         if self._store is not None:
             copier = PageCopier(self._copies.with_own_stream(), self._scheduler, call)

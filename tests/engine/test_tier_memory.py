@@ -66,3 +66,18 @@ def test_a_driver_that_refuses_leaves_plain_memory_and_a_ring() -> None:
     taken = [memory.take(1 << 16, False) for _ in range(3)]
     assert [each is not None for each in taken] == [True, True, False]
     assert memory.needs_ring and memory.pinned_bytes == 0
+
+
+def test_prepared_memory_is_registered_once() -> None:
+    driver = Driver(100)
+    memory = driver.memory(5 << 16)
+    memory.prepare(3 << 16)
+    assert memory.grown_bytes == 3 << 16
+    memory.prepare(100 << 16)
+    assert memory.grown_bytes == memory.pinned_bytes == 5 << 16
+    refused = Driver(0).memory(2 << 16)
+    refused.prepare(2 << 16)
+    assert refused.needs_ring
+    plain = HostMemory(1 << 20, None, None)
+    plain.prepare(1 << 20)
+    assert plain.grown_bytes == 0

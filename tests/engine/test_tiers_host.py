@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from localspec.api.types import Sampling
 from localspec.cache.spill import SpillLimits
 from localspec.engine.build import Assembled
 from localspec.engine.tiers import HostAndDisk
-from tests.engine.tier_machine import LAW, Machine, eager, facts, prompt_ids, usable, wait
-from tests.helpers.engine import Collected, make_request, run
+from tests.engine.tier_machine import LAW, Machine, compare_tiers, eager, facts, leave_only, prompt_ids, usable, wait
+from tests.helpers.engine import make_request, run
 
 pytestmark = pytest.mark.torch
-TIERS = ("device", "host", "disk")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(request.param, tmp_path_factory.mktemp(request.param), ("ngram", "mtp", "eagle3"))
+    return Machine(request.param, tmp_path_factory.mktemp(request.param), ("ngram",))
 
 
 def tiers_of(parts: Assembled) -> HostAndDisk:
@@ -27,49 +25,12 @@ def tiers_of(parts: Assembled) -> HostAndDisk:
     return parts.loop.tiers
 
 
-def leave_only(parts: Assembled, tier: str) -> None:
-    """Empty every tier above the named one, after the turns before have reached it."""
-    tiers = tiers_of(parts)
-    wait(lambda: not tiers._waiting)
-    if tier != "device":
-        parts.loop.call(parts.scheduler.prefix.clear).result(20)
-    if tier == "disk":
-        tiers._pool.clear()
-
-
-def accepted(items: list[Collected]) -> list[tuple[int, ...]]:
-    return [item.end.timings.accepted_per_position for item in items if item.end is not None]
-
-
-# Ends of the first turn around the borders of a page, a tile, a segment and of two segments.
-@pytest.mark.parametrize("num_tokens", [64, 250, 257, 505, 512])
-def test_each_tier_equals_the_device(machine: Machine, tmp_path: Path, num_tokens: int) -> None:
-    drafters = ("mtp", "eagle3", "ngram", "ngram+mtp")
-    firsts = [prompt_ids(seed, num_tokens + 3 * seed) for seed in range(4)]
-    # Hot, so that the shared noise decides and random drafters are right often; 4 x (1 + 3) rows fill a step, so no
-    # window is cut because of who else happens to run.
-    asks = [
-        dict(drafter=d, depth=3, logprobs=0, sampling=Sampling(temperature=9.0), seed=s, chat_id=f"c{s}")
-        for s, d in enumerate(drafters)
-    ]
-    seen: dict[str, list[Collected]] = {}
-    for tier in TIERS:
-        with machine.engine(tmp_path / tier) as parts:
-            eager(parts)
-            ones = run(parts, [make_request(f, max_tokens=8, **a) for f, a in zip(firsts, asks, strict=True)])
-            seconds = [[*f, *o.token_ids, *prompt_ids(7, 9)] for f, o in zip(firsts, ones, strict=True)]
-            leave_only(parts, tier)
-            requests = [make_request(s, max_tokens=14, private=True, **a) for s, a in zip(seconds, asks, strict=True)]
-            count = {64: 1, 250: 2, 257: 3}.get(num_tokens, 4)
-            seen[tier] = run(parts, requests[:count])
-            figures = parts.metrics.snapshot().tiers
-            assert (figures["host_restore_mb_per_s"] > 0) == (tier == "host")
-            assert (figures["ssd_restore_mb_per_s"] > 0) == (tier == "disk")
-            for item, first in zip(seen[tier], firsts, strict=False):
-                assert item.cached_tokens >= len(first) + 7
-    assert facts(seen["host"]) == facts(seen["device"]) == facts(seen["disk"])
-    assert accepted(seen["host"]) == accepted(seen["device"]) == accepted(seen["disk"])
-    assert sum(map(sum, accepted(seen["host"]))) > 0
+@pytest.mark.parametrize(("kind", "num_tokens", "count"), [("llama", 250, 1), ("llama", 505, 4), ("qwen3_5", 257, 4)])
+def test_each_tier_equals_the_device(tmp_path: Path, kind: str, num_tokens: int, count: int) -> None:
+    """A few of the cuts that scripts/sweep_tiers.py takes."""
+    machine = Machine(kind, tmp_path / "model", ("ngram", "mtp", "eagle3"))
+    compared = compare_tiers(machine, tmp_path, num_tokens, count)
+    assert compared.equal and compared.accepted > 0
 
 
 def test_half_from_memory_and_half_from_disk(machine: Machine, tmp_path: Path) -> None:
@@ -150,7 +111,7 @@ def test_why_a_prompt_was_not_found(machine: Machine, tmp_path: Path) -> None:
         assert reason(first) == "evicted"
     # The same chat under other drafters is another cache.
     other = Machine.__new__(Machine)
-    other.__dict__.update(machine.__dict__, drafter_names=("ngram",))
+    other.__dict__.update(machine.__dict__, drafter_names=("ngram", "mtp"))
     with other.engine(tmp_path / "kv") as parts:
         [item] = run(parts, [make_request(first, max_tokens=4, chat_id="a")])
         assert item.end is not None and item.end.timings.cache_miss_reason.startswith("other model")

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.api.types import Sampling
@@ -17,7 +18,7 @@ from localspec.engine.tiers import HostAndDisk
 from localspec.kernels.backends.reference import ReferenceOps
 from localspec.models import Model
 from localspec.scheduler.scheduler import PROMPT_TAIL_TOKENS
-from tests.helpers.engine import Collected
+from tests.helpers.engine import Collected, make_request, run
 from tests.helpers.models import load_model, random_checkpoint, reference_ops
 
 LIMIT = 1024
@@ -94,3 +95,54 @@ def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def facts(items: list[Collected]) -> list[tuple[list[int], list[float]]]:
     return [(item.token_ids, item.logprobs) for item in items]
+
+
+def leave_only(parts: Assembled, tier: str) -> None:
+    """Empty every tier above the named one, after the turns before have reached it."""
+    tiers = parts.loop.tiers
+    assert isinstance(tiers, HostAndDisk)
+    wait(lambda: not tiers.num_waiting)
+    if tier != "device":
+        parts.loop.call(parts.scheduler.prefix.clear).result(20)
+    if tier == "disk":
+        tiers._pool.clear()
+
+
+@dataclass(frozen=True)
+class TiersCompared:
+    """Whether tokens, log-probabilities and acceptance were the same from every tier; drafts that were accepted."""
+
+    equal: bool
+    accepted: int
+
+
+def compare_tiers(machine: Machine, folder: Path, num_tokens: int, count: int) -> TiersCompared:
+    """First turns of about `num_tokens`, then `count` second turns at once, with everything on the device, then with
+    nothing above host memory, then with nothing above the disk."""
+    # Hot, so that the shared noise decides and random drafters are right often; 4 x (1 + 3) rows fill a step, so no
+    # window is cut because of who else happens to run.
+    asks = [
+        dict(drafter=drafter, depth=3, logprobs=0, sampling=Sampling(temperature=9.0), seed=seed, chat_id=f"c{seed}")
+        for seed, drafter in enumerate(("mtp", "eagle3", "ngram", "ngram+mtp")[:count])
+    ]
+    firsts = [prompt_ids(seed, num_tokens + 3 * seed) for seed in range(count)]
+    seen: dict[str, list[Collected]] = {}
+    for tier in ("device", "host", "disk"):
+        with machine.engine(folder / tier) as parts:
+            eager(parts)
+            ones = run(parts, [make_request(f, max_tokens=8, **a) for f, a in zip(firsts, asks, strict=True)])
+            seconds = [[*f, *o.token_ids, *prompt_ids(7, 9)] for f, o in zip(firsts, ones, strict=True)]
+            leave_only(parts, tier)
+            again = [make_request(s, max_tokens=12, private=True, **a) for s, a in zip(seconds, asks, strict=True)]
+            seen[tier] = run(parts, again)
+            figures = parts.metrics.snapshot().tiers
+            assert (figures["host_restore_mb_per_s"] > 0) == (tier == "host")
+            assert (figures["ssd_restore_mb_per_s"] > 0) == (tier == "disk")
+            for item, first in zip(seen[tier], firsts, strict=True):
+                assert item.cached_tokens == len(first) + 7
+    counts = {
+        tier: [item.end.timings.accepted_per_position for item in items if item.end is not None]
+        for tier, items in seen.items()
+    }
+    same = all(facts(seen[t]) == facts(seen["device"]) and counts[t] == counts["device"] for t in ("host", "disk"))
+    return TiersCompared(same, sum(map(sum, counts["device"])))
