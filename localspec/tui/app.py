@@ -8,6 +8,7 @@ from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.command import CommandList, CommandPalette
 from textual.filter import LineFilter, NoColor
 from textual.screen import Screen
 
@@ -18,6 +19,14 @@ from localspec.tui.conversation import Conversation
 from localspec.tui.options import ChatSettings, UiOptions
 from localspec.tui.screens.chat import ChatScreen
 from localspec.tui.slash import SLASHES
+
+
+class Palette(CommandPalette):
+    """The command palette. Its list has no pages to turn in a terminal of a line or two, where it has no height."""
+
+    def _action_command_list(self, action: str) -> None:
+        if self.query_one(CommandList).size.height > 0:
+            super()._action_command_list(action)
 
 
 class LocalspecApp(App[None]):
@@ -61,6 +70,10 @@ class LocalspecApp(App[None]):
             return await super().run_async(**options)
         finally:
             gc.set_threshold(*before)
+
+    def action_command_palette(self) -> None:
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(Palette(id="--command-palette"))
 
     async def action_leave(self) -> None:
         await self.chat.leave()

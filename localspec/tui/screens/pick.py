@@ -79,6 +79,8 @@ class PickScreen(ModalScreen[Picked | None]):
             self._pick(self._actions[event.key])
         elif event.key in ("up", "down", "pageup", "pagedown") and not options.has_focus:
             event.stop()
+            if not options.size.height:  # a terminal of a line or two
+                return
             moves: dict[str, Callable[[], None]] = {
                 "up": options.action_cursor_up,
                 "down": options.action_cursor_down,
