@@ -21,8 +21,8 @@ alt+up alt+up alt+down ctrl+home ctrl+end pageup pagedown up up down left right 
 backspace a / @ ctrl+p ctrl+s home end ctrl+j
 """
 TYPED = """
-hello|why?|/set temperature 0.5|/think on|/draft off|/branch 1|/copy code|/export md|/stats|/export json|/private|/save x
-|/clear|/retry|/system Be brief|/import no.json|//slash|中文 👩\u200d🚀
+hello|why?|/set temperature 0.5|/think on|/draft off|/branch 1|/copy code|/export md|/stats|/export json|/private
+|/save x|/clear|/retry|/system Be brief|/import no.json|//slash|中文 👩\u200d🚀
 """
 SAID = (
     "short",
