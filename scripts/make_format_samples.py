@@ -78,9 +78,9 @@ def compressed_tensors_samples() -> None:
         scale, _ = calculate_qparams(least, most, arguments, global_scale)
         stored["weight_scale"] = scale
         packed = compressor.compress(stored, scheme)
-        if "weight_packed" not in packed:
+        if global_scale is None:
             return packed, compressor.decompress(dict(packed), scheme)["weight"].float(), scheme
-        # Its decompressor computes 4-bit weights in bfloat16; the same steps in float32 lose nothing.
+        # Its decompressor computes NVFP4 in bfloat16; the same steps in float32 lose nothing.
         codes = unpack_fp4_from_uint8(packed["weight_packed"], ROWS, COLUMNS, dtype=torch.float32)
         exact_scale = compressor._decompress_scale(packed["weight_scale"], torch.float32)
         return packed, dequantize(codes, exact_scale, None, arguments, torch.float32, global_scale), scheme

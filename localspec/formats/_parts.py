@@ -16,6 +16,8 @@ NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
 E4M3_LARGEST_FINITE = 0x7E
+MAGNITUDE_BITS = 0x77
+"""Of the two codes in a byte."""
 E8M0_NAN = 255
 E8M0_BIAS = 127
 E4M3_TOP_EXPONENT = 8
@@ -39,7 +41,7 @@ def nvfp4(name: str, codes: Tensor, block_scale: Tensor, tensor_scale: Tensor) -
 def mxfp4(name: str, codes: Tensor, exponents: Tensor) -> LogicalWeight:
     """codes [N, K/2] u8; exponents [N, K/32] u8 (e8m0) -> NVFP4 with the same values.
 
-    A scale 2^k becomes the block scale 2^(k - m) of two blocks, m = largest k - 8. Weights whose scales span more
+    A scale 2^k becomes the block scale 2^(k - m) of two blocks, m = largest k - 8, of blocks that are not all zero. Weights whose scales span more
     powers than e4m3 holds stay exact as float32. Raises ValueError where parts do not fit.
     """
     rows, columns = _four_bit_shape(name, codes, MXFP4_BLOCK)
@@ -47,7 +49,10 @@ def mxfp4(name: str, codes: Tensor, exponents: Tensor) -> LogicalWeight:
         raise ValueError(f"{name}: scales {_told(exponents)} do not fit codes {_told(codes)}")
     if int(exponents.max()) == E8M0_NAN:
         raise ValueError(f"{name}: a scale is no number")
-    top = int(exponents.max())
+    # A block of zeros is zero at any scale; exporters give it the smallest one, which would spread the scales.
+    used = ((codes.view(rows, -1, MXFP4_BLOCK // 2) & MAGNITUDE_BITS) != 0).any(dim=-1)
+    top = int(exponents[used].max()) if bool(used.any()) else int(exponents.max())
+    exponents = torch.where(used, exponents, torch.full_like(exponents, top))
     spread = exponents.int() - (top - E4M3_TOP_EXPONENT)
     scales = torch.exp2(spread.float()).repeat_interleave(2, dim=1)
     tensor_scale = torch.exp2(torch.tensor(float(top - E4M3_TOP_EXPONENT - E8M0_BIAS)))

@@ -183,6 +183,19 @@ def test_mxfp4_becomes_nvfp4_exactly(tmp_path: Path, low: int, high: int, kept: 
     checkpoint.finish()
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_mxfp4_blocks_of_zeros_spread_no_scales(tmp_path: Path, used: bool) -> None:
+    codes, exponents = _random_bytes(N, K // 2), _random_bytes(N, K // 32, low=120, high=128)
+    codes[2, :16], exponents[2, 0] = 0x80, 0
+    if not used:
+        codes, exponents = torch.full_like(codes, 0x08), torch.zeros_like(exponents)
+    tensors = {f"{NAME}_packed": codes, f"{NAME}_scale": exponents}
+    weight = _open(tmp_path, tensors, _compressed("mxfp4-pack-quantized")).weight(NAME)
+    assert isinstance(weight, Nvfp4Weight) == used
+    values = weight.dequantise()
+    assert (values[2, :32] == 0).all() and bool((values != 0).any()) == used
+
+
 @pytest.mark.parametrize(
     ("quantisation", "message"),
     [
