@@ -41,8 +41,9 @@ def nvfp4(name: str, codes: Tensor, block_scale: Tensor, tensor_scale: Tensor) -
 def mxfp4(name: str, codes: Tensor, exponents: Tensor) -> LogicalWeight:
     """codes [N, K/2] u8; exponents [N, K/32] u8 (e8m0) -> NVFP4 with the same values.
 
-    A scale 2^k becomes the block scale 2^(k - m) of two blocks, m = largest k - 8, of blocks that are not all zero. Weights whose scales span more
-    powers than e4m3 holds stay exact as float32. Raises ValueError where parts do not fit.
+    A scale 2^k becomes the block scale 2^(k - m) of two blocks; m = largest k of a block that is not all zero, less 8.
+    Weights whose scales span more powers than e4m3 holds stay exact as float32. Raises ValueError where parts do not
+    fit.
     """
     rows, columns = _four_bit_shape(name, codes, MXFP4_BLOCK)
     if exponents.dtype != torch.uint8 or tuple(exponents.shape) != (rows, columns // MXFP4_BLOCK):
