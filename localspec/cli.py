@@ -31,6 +31,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("localspec.commands.library:import_", "Install a model from a file or folder."),
     "doctor": ("localspec.commands.doctor:doctor", "Check this machine."),
     "bench": ("localspec.commands.bench:bench", "Measure drafting against plain decoding."),
+    "train-draft": ("localspec.commands.train_draft:train_draft", "Train a drafter for a model."),
+    "adapt": ("localspec.commands.adapt:adapt", "Fine-tune drafters on your own chats, if you agree."),
     "tune": ("localspec.commands.tune:tune", "Show or forget what was measured of drafting."),
     "connect": ("localspec.commands.connect:connect", "Set an editor or agent up for the port, and undo it."),
 }

@@ -177,6 +177,7 @@ class Maker:
             kind, self.chosen.steps, seconds, self.chosen.seed, "nvfp4", stop_ids=self.stop_ids,
             mask_token_id=mask or 0, tokens_per_batch=self.chosen.tokens_per_batch, learning_rate=self.chosen.rate,
             measure_every=self.chosen.measure_every, save_every=1 << 30,
+            start_from=str(self.chosen.start_from / f"smollm2-135m.{kind}") if self.chosen.start_from else "",
         )  # fmt: skip
         trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"))
         found: dict[str, object] = {}
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--measure-every", type=int, default=200)
     parser.add_argument("--steps", type=int, default=0, help="Of each training; 0: as many as fit into its seconds.")
     parser.add_argument("--train", default="eagle3=85,dspark=75,dflash=75", help="kind=seconds, comma-separated.")
+    parser.add_argument("--start-from", type=Path, help="Go on from the drafters of this folder, MODEL.KIND each.")
     chosen = parser.parse_args()
     torch.manual_seed(chosen.seed)
     chosen.out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from localspec.training.drafting import DrafterSizes, DraftVocabulary, Trainable
 from localspec.training.eagle3 import TrainableEagle3, eagle3_config
 from localspec.training.export import Form, export
 from localspec.training.hybrid import HybridTarget, load_hybrid
+from localspec.training.loading import load_drafter
 from localspec.training.mtp import TrainableMtp
 from localspec.training.target import DENSE_TYPES, DenseTarget, Target
 from localspec.training.trainer import Report, Trainer, TrainPlan
@@ -49,6 +50,8 @@ class Recipe:
     measure_every: int = 200
     save_every: int = 200
     depth: int = 4
+    start_from: str = ""
+    """Folder of a drafter of this kind to go on from; empty: from the target's head and random layers."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,13 @@ def drafter_sizes(config: Mapping[str, Any]) -> DrafterSizes:
     )
 
 
+def _vocabulary(recipe: Recipe, target: Target, store: AnswerStore) -> DraftVocabulary:
+    size = recipe.draft_vocab_size
+    if recipe.kind == "mtp" or not 0 < size < target.vocab_size:
+        return DraftVocabulary(None, target.vocab_size)
+    return DraftVocabulary.most_used(store, target.vocab_size, size, recipe.stop_ids)
+
+
 def train(
     recipe: Recipe, target: Target, config: Mapping[str, Any], store: AnswerStore, folder: Path, report: Report
 ) -> Trained:
@@ -133,14 +143,10 @@ def train(
 
     Raises ValueError where answers are missing or the kind does not fit, OSError where the folder cannot be written.
     """
-    size = recipe.draft_vocab_size
-    trimmed = 0 < size < target.vocab_size and recipe.kind != "mtp"
-    vocabulary = (
-        DraftVocabulary.most_used(store, target.vocab_size, size, recipe.stop_ids)
-        if trimmed
-        else DraftVocabulary(None, target.vocab_size)
-    )
-    drafter = make_drafter(recipe, target, config, vocabulary)
+    if recipe.start_from:
+        drafter, _ = load_drafter(recipe.kind, Path(recipe.start_from), target)
+    else:
+        drafter = make_drafter(recipe, target, config, _vocabulary(recipe, target, store))
     plan = TrainPlan(
         steps=recipe.steps,
         batches=BatchPlan(recipe.tokens_per_batch, recipe.max_tokens, recipe.seed),

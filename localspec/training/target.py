@@ -68,6 +68,7 @@ class DenseSizes:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    num_token_ids: int
     norm_eps: float
     inv_freq: Tensor
 
@@ -101,6 +102,7 @@ def read_sizes(config: Mapping[str, Any]) -> DenseSizes:
         head_dim=head_dim,
         intermediate_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
+        num_token_ids=reader.integer("num_token_ids", reader.integer("vocab_size")),
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         inv_freq=rotary_frequencies(reader, head_dim),
     )
@@ -256,4 +258,7 @@ class DenseTarget:
         return x + functional.linear(functional.silu(gate) * up, layer.down)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return functional.linear(self._norm(x, self.final_norm), self.head).float()
+        logits = functional.linear(self._norm(x, self.final_norm), self.head).float()
+        # Rows behind the tokenizer's ids are padding and never tokens.
+        logits[..., self.sizes.num_token_ids :] = -torch.inf
+        return logits

@@ -26,7 +26,7 @@ from localspec.training.target import Hiddens, Target
 
 STATE_FILE = "training.safetensors"
 MEASURED_DEPTH = 4
-CALIBRATION_STEPS = 36
+CALIBRATION_STEPS, CALIBRATION_S = 36, 5.0
 BETAS = (0.9, 0.95)
 CLIP = 1.0
 FITTED_SEQUENCES = 16
@@ -121,6 +121,11 @@ class Trainer:
         self._set_rounding(self.plan.steps)
         return self.curve
 
+    @property
+    def steps_an_epoch(self) -> int:
+        """Batches of one pass through the answers."""
+        return len(epoch_batches(self.store, self._train, self.plan.batches, 0))
+
     def seconds_a_step(self) -> float:
         """Time of one step, from a few whose gradients are thrown away."""
         times: list[float] = []
@@ -128,8 +133,10 @@ class Trainer:
             begun = time.perf_counter()
             float(self._backward(step)[0])
             times.append(time.perf_counter() - begun)
+            if sum(times) > CALIBRATION_S and step:
+                break
         self._optimiser.zero_grad(set_to_none=True)
-        return float(np.mean(times[CALIBRATION_STEPS // 3 :]))
+        return float(np.median(times[len(times) // 3 :]))
 
     @torch.no_grad()
     def measure(self, entries: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Tally:

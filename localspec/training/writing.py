@@ -118,8 +118,10 @@ def _write_group(
 def _drawn(logits: Tensor, greedy: Tensor, limits: WritingLimits, generator: torch.Generator) -> Tensor:
     """logits [B, V] float32 -> [B] int64."""
     best = logits.argmax(dim=1)
-    scaled = logits / limits.temperature
-    scaled = scaled - scaled.amax(dim=1, keepdim=True)
-    noise = torch.empty_like(scaled).exponential_(generator=generator)
-    weights = torch.where(scaled < torch.log(torch.tensor(RARE_SHARE)), 0.0, scaled.exp())
-    return torch.where(greedy, best, (weights / noise).argmax(dim=1))
+    drawn = (~greedy).nonzero()[:, 0]
+    if not len(drawn):
+        return best
+    weights = (logits[drawn] / limits.temperature).softmax(dim=1)
+    weights = torch.where(weights < RARE_SHARE * weights.amax(dim=1, keepdim=True), 0.0, weights)
+    noise = torch.empty_like(weights).exponential_(generator=generator)
+    return best.index_copy(0, drawn, (weights / noise).argmax(dim=1))

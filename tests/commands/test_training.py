@@ -1,0 +1,125 @@
+"""`train-draft` and `adapt` from the command line to installed files, on a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from localspec.chats import NewChat, Stored, open_store
+from localspec.commands.adapt import adapt
+from localspec.commands.train_draft import train_draft
+from localspec.hub.install import LocalFile, NewModel, install
+from localspec.hub.layout import read_manifest
+from localspec.hub.meter import ProgressMeter
+from localspec.hub.pull import drafters_directory
+from localspec.hub.records import ignore_progress
+from tests.helpers.tiny_text import tiny_text_model
+
+pytestmark = pytest.mark.torch
+
+TRAIN = ("tiny", "--device", "cpu", "--steps", "3", "--answer-tokens", "12", "--tokens-per-batch", "256", "--offline")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with an installed model."""
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "home"))
+    folder = tiny_text_model("qwen2", 2, tmp_path / "model")
+    take(folder, NewModel("tiny", "here", "none"), tmp_path / "home")
+    return tmp_path / "home"
+
+
+def take(folder: Path, model: NewModel, data_dir: Path) -> None:
+    files = [LocalFile(path.name, path, None, "copied") for path in sorted(folder.iterdir()) if path.is_file()]
+    install(files, model, data_dir, ProgressMeter(ignore_progress))
+
+
+def invoke(command: click.Command, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(command, arguments)
+    assert result.exception is None or isinstance(result.exception, (SystemExit, click.ClickException)), result.exc_info
+    return result.exit_code, result.output
+
+
+def prompts(folder: Path) -> Path:
+    rows: list[Any] = [{"prompt": f"say {n}"} for n in range(20)]
+    rows += [{"turns": [f"count to {n}", "again"]} for n in range(12)]
+    rows += [
+        {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": f"why {n}"}]} for n in range(12)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "more.txt").write_text("a line\n\nanother line\n")
+    return folder / "prompts.jsonl"
+
+
+def trained(home: Path, method: str = "eagle3") -> Path:
+    out = home.parent / method
+    given = ("--prompts", str(prompts(home.parent)), "--prompts", str(home.parent / "more.txt"))
+    code, text = invoke(train_draft, *TRAIN, "--method", method, *given, "--out", str(out), "--form", "nvfp4")
+    assert code == 0, text
+    assert "on held-out prompts" in text
+    return out
+
+
+def test_a_drafter_is_trained_resumed_and_refused(home: Path) -> None:
+    out = trained(home, "dspark")
+    report = json.loads((out / "training.json").read_text())
+    assert report["answers"] > 30 and report["curve"][-1]["step"] == 3
+    before = (out / "model.safetensors").read_bytes()
+    size = (out / "answers" / "index.bin").stat().st_size
+    trained(home, "dspark")
+    # Every prompt has its answer and every step is done: nothing changes.
+    assert (out / "model.safetensors").read_bytes() == before
+    assert (out / "answers" / "index.bin").stat().st_size == size
+    other = ("--prompts", str(home.parent / "prompts.jsonl"), "--out", str(out), "--method", "eagle3")
+    code, text = invoke(train_draft, *TRAIN, *other)
+    assert code == 1 and "another training" in text
+    (home.parent / "bad.jsonl").write_text("{}\n")
+    code, text = invoke(train_draft, *TRAIN, "--prompts", str(home.parent / "bad.jsonl"), "--out", str(out))
+    assert code == 1 and "bad.jsonl, line 1 has none of prompt" in text
+
+
+def talk(home: Path, chats: int) -> None:
+    """Saved conversations whose answers are ids of the model."""
+    store = open_store(home / "chats.sqlite3")
+    for number in range(chats):
+        chat = store.create(NewChat(title="t", model_id="tiny", system_prompt="be brief"))
+        asked = store.add(chat.id, Stored("user", f"question {number}"))
+        ids = tuple((7 * number + 3 * place) % 250 for place in range(20))
+        answer = Stored("assistant", "text", asked.id, state="done", model_id="tiny", token_ids=ids)
+        store.show_branch(chat.id, store.add(chat.id, answer).id)
+    store.close()
+
+
+def test_chats_are_read_only_with_agreement(home: Path) -> None:
+    out = trained(home)
+    folder = home.parent / "only"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((out / name).read_bytes())
+    model = NewModel("tiny.eagle3", "trained", "none", needs_tokenizer=False)
+    take(folder, model, drafters_directory(home))
+    talk(home, 30)
+    common = ("tiny", "--device", "cpu", "--minutes", "0.05", "--json")
+    code, text = invoke(adapt, *common)
+    assert code == 2 and "agreement" in text
+    assert invoke(adapt, *common, "--nightly") == (0, "")
+    code, text = invoke(adapt, *common, "--yes")
+    assert code == 0, text
+    assert "acceptance length" in text
+    (result,) = json.loads(text[text.index("[\n") :])
+    installed = drafters_directory(home) / "models" / "tiny.eagle3"
+    same = (installed / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert result["answers"] == 30 and result["kept"] == (result["after"] > result["before"]) == (not same)
+    assert read_manifest(installed).source == ("adapted on this machine" if result["kept"] else "trained")
+    # Nothing new was said since.
+    assert json.loads(invoke(adapt, *common, "--nightly")[1]) == []
+    if result["kept"]:
+        assert "from before is back" in invoke(adapt, "tiny", "--undo")[1]
+        assert (installed / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert "no longer read" in invoke(adapt, "--withdraw")[1]
+    assert invoke(adapt, *common)[0] == 2
