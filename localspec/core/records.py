@@ -59,6 +59,8 @@ class Request:
     private: bool = False
     client: str = ""
     cache_salt: str = ""
+    shared_tokens: int = 0
+    """Of the prompt's beginning, that other conversations have too: system message and tools."""
 
 
 @dataclass(frozen=True)

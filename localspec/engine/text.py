@@ -12,6 +12,7 @@ from typing import Any
 
 from localspec.api.types import EngineError, GenerateRequest, Grammar, Sampling
 from localspec.core.records import Request, ThinkingRule
+from localspec.engine.prompt_borders import SharedBeginnings
 from localspec.engine.template import ChatTemplate
 from localspec.engine.text_stream import PhaseTracker, TextStream
 from localspec.engine.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class TextStage:
         special = self.tokenizer.special_tokens()
         self.template = ChatTemplate(source, special, datetime.now) if isinstance(source, str) else None
         self._template_source = source if isinstance(source, str) else ""
+        self._shared = SharedBeginnings(self.template, self.tokenizer)
         self._grammars = GrammarCompiler(folder / "tokenizer.json", self.stop_ids)
 
     @property
@@ -97,6 +99,7 @@ class TextStage:
             chat_id=request.chat_id,
             private=request.private,
             client=request.client,
+            shared_tokens=self._shared.tokens(request, text, ids),
         )
         return Prepared(core, text, thinking_open)
 

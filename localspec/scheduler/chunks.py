@@ -10,6 +10,8 @@ from localspec.core.records import PAGE_TOKENS, SEGMENT_TOKENS
 
 NEW_SHARE = 0.5
 """Weight of the newest measurement: a chunk costs more the further back it attends, so old ones mislead."""
+SAME_SHARE = 0.15
+"""A card pads chunks to whole tiles: smaller ones take as long, and two times differ by so much by chance."""
 _SIZES = (PAGE_TOKENS, 2 * PAGE_TOKENS, *(SEGMENT_TOKENS * count for count in (1, 2, 3, 4, 6, 8, 12, 16)))
 """Below a tile by halves, above it by whole tiles, which are never padded."""
 
@@ -43,12 +45,14 @@ class ChunkSizes:
         self._step_ms = ms if not self._step_ms else (1 - NEW_SHARE) * self._step_ms + NEW_SHARE * ms
 
     def beside_streams(self) -> int:
-        """The largest chunk that, with a step of the streams, is expected to keep to the target; at least a page."""
+        """The largest chunk that, with a step of the streams, is expected to keep to the target; where none does, the
+        largest that takes hardly longer than the quickest."""
         if not self._chunk_ms:
             return self._first_tokens
-        room_ms = self._target_ms - self._step_ms
-        fitting = [size for size in self._sizes if self._expected_ms(size) <= room_ms]
-        return max(fitting, default=self._sizes[0])
+        expected = {size: self._expected_ms(size) for size in self._sizes}
+        quickest_ms = min(expected.values())
+        room_ms = max(self._target_ms - self._step_ms, (1 + SAME_SHARE) * quickest_ms)
+        return max(size for size, ms in expected.items() if ms <= room_ms)
 
     def _expected_ms(self, size: int) -> float:
         if size in self._chunk_ms:

@@ -239,12 +239,14 @@ class Scheduler:
         return explain(evidence, thought, sequence.tier_problem, tolerance)
 
     def _state_positions(self, request: Request, match: Match) -> tuple[int, ...]:
-        """Where a state will be wanted again: where this prompt departs from others, and just before its end."""
+        """Where a state will be wanted again: after system message and tools, where this prompt departs from others,
+        and just before its end."""
         if not self.needs_state:
             return ()
         ids = request.prompt_ids[:-1]
-        shared_tokens = self.prefix.match(ids, False, request.cache_salt).total_tokens
-        wanted = (tokens // PAGE_TOKENS * PAGE_TOKENS for tokens in (shared_tokens, len(ids) - PROMPT_TAIL_TOKENS))
+        departs = self.prefix.match(ids, False, request.cache_salt).total_tokens
+        borders = (request.shared_tokens, departs, len(ids) - PROMPT_TAIL_TOKENS)
+        wanted = (tokens // PAGE_TOKENS * PAGE_TOKENS for tokens in borders)
         return tuple(sorted({tokens for tokens in wanted if match.total_tokens < tokens < len(ids)}))
 
     def _next_prompt(self, prefilling: list[Sequence]) -> Sequence:

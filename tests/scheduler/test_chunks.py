@@ -37,6 +37,17 @@ def test_follows_a_machine_that_changes() -> None:
     assert settle(chunks, 5.0, 0.01) == 2048, "the next, short prompt"
 
 
+def test_a_card_that_pads_to_tiles_gets_whole_ones() -> None:
+    chunks = ChunkSizes(512, 2048, 50.0)
+    chunks.see_step(9.0)
+    sizes = []
+    for turn in range(40):
+        sizes.append(chunks.beside_streams())
+        rows = -(-sizes[-1] // 256) * 256
+        chunks.see_chunk(sizes[-1], 22.0 + 0.1 * rows + 0.2 * turn)
+    assert sizes[0] == 512 and sizes[-10:] == [256] * 10
+
+
 def test_odd_ends_tell_nothing() -> None:
     chunks = ChunkSizes(64, 256, 50.0)
     chunks.see_chunk(63, 1e6)
