@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """One drafter at the depth where it is expected to do best; depth 0 is plain decoding.
+    """One drafter at the depth that runs, or where it is expected to do best; depth 0 is plain decoding.
 
     `tok_per_s` is expected of one sequence: `tokens_per_step` over `step_ms`. `measured_steps` counts the steps that
     ran at exactly this depth; 0 means that the time is told from neighbouring depths. `steps_ago` counts the engine's

@@ -29,7 +29,11 @@ def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
     best: dict[str, Arm] = {}
     for arm in sorted(rates, key=lambda arm: -rates[arm]):
         best.setdefault(arm[0], arm)
-    candidates = tuple(_candidate(tuner, active, bucket, arm, costs[arm], rates[arm]) for arm in best.values())
+    if work.current in rates:
+        # The depth that runs: one that is better by little is not worth a change.
+        best[work.current[0]] = work.current
+    ranked = sorted(best.values(), key=lambda arm: -rates[arm])
+    candidates = tuple(_candidate(tuner, active, bucket, arm, costs[arm], rates[arm]) for arm in ranked)
     return TunerChoice(
         phase=phase,
         active=active,
@@ -70,8 +74,9 @@ def _reason(work: Work, rates: dict[Arm, float]) -> str:
         lead = "plain is fastest here"
     else:
         lead = f"measured ×{current / plain:.2f} of plain" if plain else "plain is not measured yet"
-    if best != work.current and best[0] != work.current[0]:
-        lead += f"; {best[0]} at depth {best[1]} is expected ×{rates[best] / current:.2f} of it"
+    if best != work.current:
+        name = "plain" if best == OFF else f"{best[0]} at depth {best[1]}"
+        lead += f"; {name} is expected to give ×{rates[best] / current:.2f} of it"
     return lead
 
 

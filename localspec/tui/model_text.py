@@ -12,7 +12,7 @@ from localspec.tui.text import bar, bytes_text, clean_line, percent, seconds_tex
 
 _DIM = Style(dim=True)
 _STRONG = Style(bold=True)
-_NAME_CELLS = 20
+_NAME_CELLS = 24
 # Each use has a glyph of its own, so that the bar can be read without colour.
 _USES = (
     ("weights", "█", Style(color="#5c9df5")),

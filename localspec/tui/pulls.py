@@ -21,10 +21,15 @@ class Pulls:
         self._ended = ended
         self._steps: dict[str, PullStep] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._problems: dict[str, str] = {}
 
     def step(self, name: str) -> PullStep | None:
         """Where the pull of this model is; None while none runs."""
         return self._steps.get(name)
+
+    def problem(self, name: str) -> str:
+        """Why the last pull of this model failed; empty if it did not."""
+        return self._problems.get(name, "")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,4 +72,5 @@ class Pulls:
         finally:
             self._tasks.pop(name, None)
             self._steps.pop(name, None)
+            self._problems[name] = problem
             self._ended(name, problem)

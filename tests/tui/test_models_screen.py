@@ -127,7 +127,7 @@ async def test_fetch_with_progress_then_it_is_installed(tmp_path: Path) -> None:
         mark(app, "big-27b")
         await pilot.press("enter")
         await until(lambda: "0%" in row(app, "big-27b") and "of 17 GiB" in details(app) and "/s" in details(app))
-        await until(lambda: "✓ big-27b" in row(app, "big-27b"))
+        await until(lambda: "✓ big-27b" in row(app, "big-27b") and "Enter loads it" in said(app))
         assert any("big-27b is ready" in notice.message for notice in app._notifications)
         await until(lambda: "big-27b" in [name for name, _ in app.chat.options.models])
         mark(app, "big-27b")
@@ -156,6 +156,7 @@ async def test_a_fetch_that_breaks_off_is_told(tmp_path: Path) -> None:
         mark(app, "big-27b")
         await pilot.click("#pull")
         await until(lambda: any("source went away" in notice.message for notice in app._notifications))
+        await until(lambda: "source went away" in said(app))
         await until(lambda: "fetching" not in row(app, "big-27b"))
 
 

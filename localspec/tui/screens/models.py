@@ -176,7 +176,9 @@ class ModelsScreen(LargeScreen[str | None]):
     def _follow_pulls(self) -> None:
         """Show progress; a pull that ended may have changed the list."""
         before, self._fetching = self._fetching, self._pulls.names
-        if set(before) - set(self._fetching):
+        ended = [name for name in before if name not in self._fetching]
+        if ended:
+            self._say(self._pulls.problem(ended[-1]) or f"{ended[-1]} is ready: Enter loads it.")
             self._list()
         for model in self._models:
             if model.id in self._fetching or model.id in before:
