@@ -1,0 +1,39 @@
+"""The script that measures drafting on a card, on a tiny model: every figure is there and means what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from scripts import device_drafting
+from scripts.device_drafting import Plan, measure
+from tests.engine.test_step_bench import small_hybrid
+
+pytestmark = pytest.mark.torch
+
+
+def test_all_figures_on_a_tiny_model() -> None:
+    torch.set_num_threads(1)
+    plan = Plan(
+        small_hybrid(),
+        device="cpu",
+        depths=(1, 3),
+        prompt_tokens=40,
+        max_tokens=120,
+        draft_head_rows=96,
+        read_bytes=1 << 20,
+        repeats=1,
+    )
+    document = measure(plan)
+    assert json.loads(json.dumps(document)) == document
+    assert document["weights"] == "random" and document["acceptance"] == "synthetic"
+    assert set(document["mtp"]) == {"1", "3"} and set(device_drafting.BARS) < set(document["figures"])
+    assert document["plain"]["tokens_per_step"] == document["plain_without_drafters"]["tokens_per_step"] == 1.0
+    assert document["mtp"]["1"]["tokens_per_step"] == pytest.approx(1.917, abs=0.1)
+    assert document["mtp"]["3"]["tokens_per_step"] == pytest.approx(3.40, abs=0.45)
+    assert document["mtp_at_length_3_2"]["tokens_per_step"] == pytest.approx(3.2, abs=0.45)
+    # Five matrices and the trimmed head of 96 rows, each read once a draft.
+    assert 0 < document["draft_gb_per_token"] < document["target_gb_per_token"]
+    assert document["figures"]["draft_over_floor"] > 0
