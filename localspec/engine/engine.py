@@ -232,6 +232,7 @@ class LocalEngine:
                     yield self._delta(built, piece, item.result)
                 if piece.stop_text is not None:
                     built.parts.loop.cancel(ticket)
+                    _learn(built, answer)
                     yield self._done(answer, await _end(news), "stop", piece.stop_text)
                     return
             else:
@@ -247,8 +248,7 @@ class LocalEngine:
             yield Delta(tail.text, tail.token_ids, tail.spans)
         if end.finish in ("stop", "length"):
             await asyncio.to_thread(built.text.remember, answer.prepared, tuple(answer.ids))
-            if built.tables is not None:
-                built.tables.remember(answer.prepared.request, tuple(answer.ids))
+            _learn(built, answer)
         yield self._done(answer, end, end.finish, tail.stop_text)
 
     def _push(self, answer: _Answer, result: SlotResult) -> Piece:
@@ -302,6 +302,12 @@ def _post(event_loop: asyncio.AbstractEventLoop, news: asyncio.Queue[News], item
         event_loop.call_soon_threadsafe(news.put_nowait, item)
     except RuntimeError:
         log.debug("a listener is gone")
+
+
+def _learn(built: Built, answer: _Answer) -> None:
+    """Hand an answer that came to its end to the n-gram table of the user's own."""
+    if built.tables is not None:
+        built.tables.remember(answer.prepared.request, tuple(answer.ids))
 
 
 async def _end(news: asyncio.Queue[News]) -> EndNews:
