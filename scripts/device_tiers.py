@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The tiers below a card, with the 27B's shapes and random weights: a long chat from host memory and from disk, and a
-long prompt beside a stream.
+"""The tiers below a card, with the 27B's shapes and random weights: a long chat from host memory and from disk, a long
+prompt beside a stream, and the chat on a card that holds a part of it.
 
     python scripts/device_tiers.py [--tokens 32768] [--kv DIR] [--out FILE] [--tiny]
 
@@ -34,7 +34,7 @@ import torch
 
 from localspec.api.types import Sampling
 from localspec.cache.spill import SpillLimits
-from localspec.core.records import Request
+from localspec.core.records import PAGE_TOKENS, Request
 from localspec.engine.build import Assembled, EngineOptions, assemble, cache_dtype
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews
 from localspec.engine.tiers import HostAndDisk
@@ -145,11 +145,16 @@ class Bench:
     host_bytes: int
     report: dict[str, Any] = field(default_factory=dict)
 
-    def engine(self) -> Assembled:
-        limits = SpillLimits(cap_bytes=1 << 40, min_free_bytes=1 << 30)
+    computed: Watched | None = None
+
+    def engine(self, resident_tokens: int | None = None) -> Assembled:
         options = EngineOptions(
-            device=str(self.ops.device), kv_dir=self.kv_dir, kv_limits=limits, host_bytes=self.host_bytes
-        )  # fmt: skip
+            device=str(self.ops.device),
+            kv_dir=self.kv_dir if resident_tokens is None else None,
+            kv_limits=SpillLimits(cap_bytes=1 << 40, min_free_bytes=1 << 30),
+            host_bytes=self.host_bytes,
+            resident_tokens=resident_tokens,
+        )
         parts = assemble(self.model, self.ops, self.num_tokens + 4096, {}, options)
         parts.loop.start()
         # Compiles kernels and captures the graphs of short and of long contexts.
@@ -179,6 +184,7 @@ class Bench:
             finished(submit(parts, self.ids(3, self.num_tokens), 4, private=True))
             self.settle(parts)
             computed = finished(submit(parts, chat, ANSWER_TOKENS, chat_id="bench"))
+            self.computed = computed
             write_s = self.settle(parts)
             parts.loop.call(parts.scheduler.prefix.clear).result(60)
             from_host = finished(submit(parts, chat, ANSWER_TOKENS, chat_id="bench"))
@@ -264,6 +270,24 @@ class Bench:
         finally:
             parts.loop.stop()
 
+    def overflow(self) -> None:
+        """The same chat on an engine whose pages hold a part of it."""
+        parts = self.engine(max(256, self.num_tokens // 16))
+        try:
+            split = finished(submit(parts, self.ids(1, self.num_tokens), ANSWER_TOKENS))
+            steps_s = split.times_s[-1] - split.times_s[0]
+            device_pages = parts.scheduler.pool.num_pages
+            cold = parts.runner.cold
+            self.report["overflow"] = {
+                "device_tokens": (device_pages - 1) * PAGE_TOKENS,
+                "host_tokens": cold.num_pages * PAGE_TOKENS if cold is not None else 0,
+                "equal": self.computed is not None and split.facts == self.computed.facts,
+                "first_token_s": round(split.first_token_s, 3),
+                "ms_per_token": round(steps_s / (ANSWER_TOKENS - 1) * 1e3, 2),
+            }
+        finally:
+            parts.loop.stop()
+
 
 def load(tiny: bool, layers: int) -> tuple[Model, Ops]:
     """Random weights: the 27B's shapes on the card, or a tiny model on the CPU."""
@@ -303,6 +327,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "failed": [],
     }
     sections: dict[str, Callable[[], None]] = {"restores": bench.restores, "beside a stream": bench.beside_a_stream}
+    sections["overflow"] = bench.overflow
     try:
         for name, section in sections.items():
             try:

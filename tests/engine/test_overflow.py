@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from localspec.api.types import EngineError, Sampling
+from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
 from localspec.engine import overflow_layout
 from localspec.engine.build import Assembled, EngineOptions, assemble
+from localspec.engine.memory_budget import MemoryLayout
+from localspec.kernels.ops import Ops
+from localspec.models import Model
 from localspec.scheduler.sequence import Stage
 from tests.engine.tier_machine import Machine, facts, prompt_ids, wait
 from tests.helpers.engine import Collected, make_request, run
@@ -107,6 +111,25 @@ def test_what_stays_is_kept_below_the_device(machine: Machine, tmp_path: Path) -
     with engine(machine, None, tmp_path / "kv") as parts:
         [again] = run(parts, [request])
         assert again.cached_tokens <= 4 * PAGE_TOKENS and facts([again]) == facts([one])
+
+
+def test_a_context_that_does_not_fit_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for more than the device holds, without a word about how much stays there."""
+    machine = Machine("llama", tmp_path)
+    lay_out = overflow_layout.lay_out
+
+    def small(model: Model, ops: Ops, specs: list[CacheSpec], tokens: int, limit: int | None) -> MemoryLayout:
+        if tokens > 512:
+            raise ValueError("a context of that size does not fit")
+        return lay_out(model, ops, specs, tokens, limit)
+
+    monkeypatch.setattr(overflow_layout, "lay_out", small)
+    monkeypatch.setattr(overflow_layout, "context_limit", lambda *_: 1024)
+    layout = overflow_layout.split(machine.model, machine.ops, [machine.model.cache_spec], LIMIT, None, None)
+    assert 0 < layout.memory.num_pages < LIMIT // PAGE_TOKENS and layout.cold_pages > 0
+    monkeypatch.setattr(overflow_layout, "context_limit", lambda *_: 0)
+    with pytest.raises(ValueError, match="does not fit"):
+        overflow_layout.split(machine.model, machine.ops, [machine.model.cache_spec], LIMIT, None, None)
 
 
 def test_a_machine_without_the_memory_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
