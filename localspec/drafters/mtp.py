@@ -24,6 +24,8 @@ from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
 from localspec.kernels.ops import Norm, Ops, PackedWeight
 from localspec.layers.attention import Attention, AttentionShape
+from localspec.layers.config import ConfigReader
+from localspec.layers.hybrid import read_hybrid_shape
 from localspec.layers.linear import check_shape, load_vector
 from localspec.layers.mlp import GatedMlp
 from localspec.layers.step import LayerStep
@@ -154,7 +156,11 @@ def build(setup: DrafterSetup) -> Drafter:
 
 def shape_of(config: Mapping[str, Any]) -> MtpShape:
     """The block has the sizes of the target's full-attention layers. Raises ValueError for an unfit config.json."""
-    shape = read_shape(config)
+    if config.get("model_type") == "qwen3_5_text":
+        reader = ConfigReader(config)
+        shape = read_hybrid_shape(reader, reader.flag("tie_word_embeddings", False))
+    else:
+        shape = read_shape(config)
     return MtpShape(shape.attention, shape.inv_freq, shape.intermediate_size)
 
 

@@ -200,3 +200,12 @@ def test_after_a_pause_it_catches_up(model: Model, pause: int) -> None:
     tokens, scores = expected_chain(model, checkpoint.tensors, shape, text, 5, first)
     assert draft.token_ids[0].tolist() == tokens and draft.confidence is not None
     torch.testing.assert_close(draft.confidence[0], torch.tensor(scores), rtol=1e-3, atol=1e-5)
+
+
+def test_a_text_only_export_has_the_same_block() -> None:
+    """Their config is the text part alone, under a name of its own."""
+    whole = architecture("qwen3_5").tiny_config()
+    flat = {**whole["text_config"], "tie_word_embeddings": False}
+    one, other = mtp.shape_of(whole), mtp.shape_of(flat)
+    assert (one.attention, one.intermediate_size) == (other.attention, other.intermediate_size)
+    assert torch.equal(one.inv_freq, other.inv_freq)
