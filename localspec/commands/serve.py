@@ -111,7 +111,7 @@ async def pull_events(config: Settings, model_id: str, offline: bool) -> AsyncIt
     import dataclasses
 
     from localspec.api.types import EngineError
-    from localspec.hub.pull import pull
+    from localspec.hub.get import Wish, get
     from localspec.hub.records import HubError
 
     event_loop = asyncio.get_running_loop()
@@ -122,7 +122,8 @@ async def pull_events(config: Settings, model_id: str, offline: bool) -> AsyncIt
 
     def work() -> None:
         try:
-            pull(catalogue(config).find(model_id), config.paths.data_dir, hub_settings(config), post, offline=offline)
+            wish = Wish(model_id, offline=offline)
+            get(catalogue(config), wish, config.paths.data_dir, hub_settings(config), post)
         finally:
             post(None)
 
