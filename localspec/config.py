@@ -148,13 +148,17 @@ def _network(env: Mapping[str, str]) -> NetworkSettings:
         no_proxy=_words(_either_case(env, "no_proxy") or ""),
         ca_file=Path(ca_file) if ca_file else None,
         ca_dir=Path(env["SSL_CERT_DIR"]) if env.get("SSL_CERT_DIR") else None,
-        offline=env.get("HF_HUB_OFFLINE", "") not in ("", "0") or env.get("LOCALSPEC_OFFLINE", "") not in ("", "0"),
+        offline=_is_on(env, "HF_HUB_OFFLINE") or _is_on(env, "LOCALSPEC_OFFLINE"),
     )
 
 
 def _either_case(env: Mapping[str, str], name: str) -> str | None:
     """Programs disagree on the case of proxy variables; the lower one is the older and wins."""
     return env.get(name) or env.get(name.upper()) or None
+
+
+def _is_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ def _hub_token(env: Mapping[str, str], hub_home: Path) -> tuple[str | None, str]
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := _as_token(env.get(name, "")):
             return token, name
-    if env.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "") in ("", "0"):
+    if not _is_on(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         path = Path(env.get("HF_TOKEN_PATH") or hub_home / "token").expanduser()
         try:
             with path.open("rb") as file:

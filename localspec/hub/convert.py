@@ -94,7 +94,7 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
         if kind in KEPT_FORMATS and len(tensor.shape) == 2 and _keeps_blocks(file, target, kind):
             methods[target.name] = KEPT_FORMATS[kind].method
             plans += _plan_blocks(file, tensor, target)
-        elif kind in PLAIN_DTYPES and target.change == "none":
+        elif kind in PLAIN_DTYPES and target.change == "none" and not _has_scale(file, target):
             plans.append(_plan_plain(file, tensor, target))
         else:
             plans.append(_plan_dequantised(file, tensor, target))
@@ -104,8 +104,11 @@ def _plan_tensors(file: GgufFile, mapped: list[MappedTensor]) -> tuple[list[Tens
 def _keeps_blocks(file: GgufFile, target: MappedTensor, kind: str) -> bool:
     """Whether a quantised matrix needs nothing but other orders of whole blocks."""
     cut = target.columns is not None and target.columns.head_columns % KEPT_FORMATS[kind].block_values
-    has_scale = gguf_architectures.scale_name(target.gguf_name) in file.tensors
-    return target.change == "none" and not cut and not has_scale
+    return target.change == "none" and not cut and not _has_scale(file, target)
+
+
+def _has_scale(file: GgufFile, target: MappedTensor) -> bool:
+    return gguf_architectures.scale_name(target.gguf_name) in file.tensors
 
 
 def planned_bytes(item: TensorItem) -> int:

@@ -20,7 +20,7 @@ from localspec.hub.meter import ProgressMeter
 from localspec.hub.pins import Pin
 from localspec.hub.records import HubSettings
 from localspec.hub.replies import get_reply
-from localspec.hub.transfer import Transfer
+from localspec.hub.transfer import Transfer, git_sha1_of
 from localspec.hub.web import CorruptFile, FileChanged, RemoteFile, SourceUnavailable, probe
 
 FETCH_ATTEMPTS = 2
@@ -69,8 +69,8 @@ def fetch_file(job: Job, remote: RemoteFile) -> LocalFile:
     destination = job.folder / layout.check_file_name(remote.name)
     job.meter.file(remote.name)
     if destination.is_file():
-        if remote.sha256 is not None and (sha256 := layout.sha256_of(destination)) == remote.sha256:
-            return LocalFile(remote.name, destination, sha256, "own")
+        if (found := _finished_before(remote, destination)) is not None:
+            return found
         job.meter.add(-destination.stat().st_size)
         destination.unlink()
     for attempt in range(1, FETCH_ATTEMPTS + 1):
@@ -83,6 +83,16 @@ def fetch_file(job: Job, remote: RemoteFile) -> LocalFile:
             job.meter.note(f"{error}; fetching it again")
             remote = probe(job.client, remote)
     raise AssertionError("the loop returns or raises")
+
+
+def _finished_before(remote: RemoteFile, destination: Path) -> LocalFile | None:
+    """A file that an earlier run completed, if its hash is the one that the source states; None without one."""
+    sha256 = layout.sha256_of(destination)
+    if remote.sha256 is not None:
+        is_same = sha256 == remote.sha256
+    else:
+        is_same = remote.git_sha1 is not None and git_sha1_of(destination) == remote.git_sha1
+    return LocalFile(remote.name, destination, sha256, "own") if is_same else None
 
 
 def file_here(job: Job, source: HubSource, remote: RemoteFile) -> Callable[[], LocalFile] | None:

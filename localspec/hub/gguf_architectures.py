@@ -66,6 +66,9 @@ def architecture_of(file: GgufFile) -> Architecture:
     reason = why_unsupported(name)
     if reason is not None:
         raise HubError(f"{file.path.name} {reason}")
+    n_parts = file.metadata.get("split.count", 1)
+    if n_parts not in (0, 1):
+        raise HubError(f"{file.path.name} is one of {n_parts!r} parts; join them first (llama-gguf-split --merge)")
     return ARCHITECTURES[str(name)]
 
 

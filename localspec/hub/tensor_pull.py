@@ -42,11 +42,13 @@ _PREFIX_BYTES = 8
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Wanted tensors that lie one after another in a weight file. `blob`: that file, if it is on this disk."""
+    """Wanted tensors that lie one after another in a weight file. `blob`: that file, if it is on this disk;
+    `is_named`: the stretch's file name says which file it was cut from, so that a finished one need not be fetched."""
 
     remote: RemoteFile
     entries: tuple[TensorEntry, ...]
     blob: Path | None = None
+    is_named: bool = False
 
 
 def plan_tensors(job: Job, source: HubSource, located: Located) -> Plan:
@@ -139,16 +141,17 @@ def _runs(entries: list[TensorEntry]) -> list[tuple[TensorEntry, ...]]:
 def _as_stretch(remote: RemoteFile, run: tuple[TensorEntry, ...], blob: Path | None) -> _Stretch:
     first = run[0].offset_bytes
     size_bytes = run[-1].offset_bytes + run[-1].length_bytes - first
+    whole_hash = (remote.sha256 or remote.git_sha1 or "")[:16]
     part = replace(
         remote,
-        name=f"{remote.name}.from-{first}",
+        name=f"{remote.name}.{whole_hash or 'unnamed'}.from-{first}",
         size_bytes=size_bytes,
         first_byte=first,
         whole_bytes=remote.size_bytes,
         sha256=None,
         git_sha1=None,
     )
-    return _Stretch(part, run, blob)
+    return _Stretch(part, run, blob, is_named=bool(whole_hash))
 
 
 def _fetch(job: Job, source: HubSource, config: RemoteFile, stretches: tuple[_Stretch, ...]) -> list[LocalFile]:
@@ -165,7 +168,7 @@ def _fetch(job: Job, source: HubSource, config: RemoteFile, stretches: tuple[_St
         sum(held_bytes(job, r) for r in fetched),
     )
     config_file = fetch_file(job, config) if here is None else here()
-    paths = [each.blob if each.blob is not None else fetch_file(job, each.remote).path for each in stretches]
+    paths = [each.blob if each.blob is not None else _fetch_stretch(job, each) for each in stretches]
     job.meter.start("convert", f"joining {source.tensors}*", total_bytes)
     items = [item for each, path in zip(stretches, paths, strict=True) for item in _items(job, each, path)]
     target = job.folder / WEIGHTS_NAME
@@ -173,6 +176,14 @@ def _fetch(job: Job, source: HubSource, config: RemoteFile, stretches: tuple[_St
     joined = LocalFile(WEIGHTS_NAME, target, layout.sha256_of(target), "own")
     _compare_with_pin(job, source, joined)
     return [config_file, joined]
+
+
+def _fetch_stretch(job: Job, stretch: _Stretch) -> Path:
+    """Files get their name when they are complete, so that one that is there is one."""
+    path = job.folder / layout.check_file_name(stretch.remote.name)
+    if stretch.is_named and path.is_file() and path.stat().st_size == stretch.remote.size_bytes:
+        return path
+    return fetch_file(job, stretch.remote).path
 
 
 def _items(job: Job, stretch: _Stretch, path: Path) -> list[TensorItem]:

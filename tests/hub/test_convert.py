@@ -86,6 +86,20 @@ def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) ->
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("weight_type", [Q.Q4_1, Q.F32, Q.BF16], ids=lambda q: q.name)
+def test_a_factor_of_a_whole_tensor_is_multiplied_in(tmp_path: Path, weight_type: Q) -> None:
+    """As NVFP4 weights have it; a factor of the inputs beside it means nothing without quantised inputs."""
+    from safetensors.torch import load_file as load_torch
+
+    scales = {"blk.1.ffn_up.scale": np.full(1, 0.5, np.float32), "blk.1.ffn_up.input_scale": np.ones(1, np.float32)}
+    out, values = convert(tmp_path, SampleModel(weight_type=weight_type, extra_tensors=scales))
+    tensors = load_torch(out / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    np.testing.assert_array_equal(tensors[name].numpy(), values["blk.1.ffn_up.weight"] * 0.5)
+    assert not any("scale" in each and name in each for each in tensors)
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("type_name", sorted(KEPT_FORMATS))
 def test_kept_formats_lose_nothing(type_name: str) -> None:
     """Random blocks, split and read back, against the reference dequantiser of the GGUF type."""
@@ -254,6 +268,11 @@ REFUSED = {
     "no embedding": (SampleModel(leave_out=frozenset({"token_embd.weight"})), "no token embedding"),
     "rope scaling": (SampleModel(extra_metadata={"llama.rope.scaling.type": "yarn"}), "rope scaling 'yarn'"),
     "odd heads": (SampleModel(extra_metadata={"llama.attention.key_length": 999}), "4 heads of 999"),
+    "part": (SampleModel(extra_metadata={"split.count": 3}), "one of 3 parts; join them first"),
+    "scale": (
+        SampleModel(extra_tensors={"blk.0.ffn_up.scale": np.ones(2, np.float32)}),
+        r"blk\.0\.ffn_up\.scale has shape \(2,\), one number is needed",
+    ),
     "head size": (SampleModel(extra_metadata={"llama.attention.key_length": 32}), "attn_q.weight has shape"),
 }
 

@@ -76,7 +76,7 @@ def base(export: FakeHub) -> Iterator[FakeHub]:
 
 def settings_of(hub: FakeHub) -> HubSettings:
     return HubSettings(
-        endpoint=hub.hub_url, connect_timeout_s=1.0, stall_timeout_s=0.5, max_attempts=2, backoff_s=0.01,
+        endpoint=hub.hub_url, connect_timeout_s=1.0, stall_timeout_s=5.0, max_attempts=2, backoff_s=0.01,
         range_bytes=30_000, allow_pip=False,
     )  # fmt: skip
 
@@ -171,6 +171,23 @@ def test_the_block_resumes_and_stays_pinned(export: FakeHub, base: FakeHub, tmp_
         get(WITH_BASE, Wish("export.mtp", force=True), tmp_path, settings_of(export))
     (updated,) = get(WITH_BASE, Wish("export.mtp", force=True, update=True), tmp_path, settings_of(export))
     assert load_file(Path(updated.directory) / "model.safetensors")["mtp.fc.weight"][0, 0] != 0
+
+
+def test_finished_stretches_and_small_files_are_not_fetched_again(
+    export: FakeHub, base: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_pull, "write_safetensors", fail)
+    with pytest.raises(HubError, match="cannot be written"):
+        get(WITH_BASE, Wish("export.mtp"), tmp_path, settings_of(export))
+    monkeypatch.undo()
+    base.log = []
+    get(WITH_BASE, Wish("export.mtp"), tmp_path, settings_of(export))
+    headers = sum(int.from_bytes(base.files[name][:8], "little") + 8 for name in base.lfs)
+    assert sum(base.body_bytes_of(name) for name in base.lfs) == headers
+    assert base.body_bytes_of("config.json") == 0
 
 
 def test_another_file_behind_the_address_is_refused(export: FakeHub, base: FakeHub, tmp_path: Path) -> None:

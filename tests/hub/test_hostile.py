@@ -39,7 +39,7 @@ def hub() -> Iterator[FakeHub]:
 
 
 def settings_of(hub: FakeHub) -> HubSettings:
-    return HubSettings(endpoint=hub.hub_url, stall_timeout_s=0.5, max_attempts=2, backoff_s=0.01, allow_pip=False)
+    return HubSettings(endpoint=hub.hub_url, stall_timeout_s=5.0, max_attempts=2, backoff_s=0.01, allow_pip=False)
 
 
 def pull(hub: FakeHub, data_dir: Path) -> Path:

@@ -156,6 +156,14 @@ def test_token_from_its_variable_or_its_file(tmp_path: Path) -> None:
     assert load_settings({"XDG_CACHE_HOME": str(tmp_path)}).network.hub_token is None
 
 
+@pytest.mark.parametrize(
+    ("value", "offline"), [("", False), ("0", False), ("false", False), ("OFF", False), ("1", True), ("YES", True)]
+)
+def test_offline_by_the_hub_s_own_variable(value: str, offline: bool) -> None:
+    assert load_settings({"HF_HUB_OFFLINE": value}).network.offline is offline
+    assert load_settings({"LOCALSPEC_OFFLINE": value}).network.offline is offline
+
+
 def test_the_token_shows_nowhere(tmp_path: Path) -> None:
     config = load_settings({"HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://u:hf_secret@p"})
     assert "hf_secret" not in repr(config) and "hf_secret" not in repr(hub_settings(config))

@@ -1,6 +1,7 @@
 """A pull that dies at any of its file operations: never half a model, and the next pull finishes it.
 
-The process ends itself at the n-th operation, as kill -9 would: nothing is flushed, no cleanup runs.
+The process ends itself at the n-th operation, as kill -9 would: nothing is flushed, no cleanup runs. Every fourth
+operation is tried here, all of them and random moments by scripts/kill_pulls.py.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_every_moment_of_a_pull(tmp_path: Path) -> None:
     with running(FakeHub(files={"tiny.gguf": gguf}, lfs={"tiny.gguf"})) as hub:
         settings = HubSettings(endpoint=hub.hub_url)
         n_killed, n_installed = 0, 0
-        for last_operation in range(1, 200, 2):
+        for last_operation in range(1, 200, 4):
             fresh = tmp_path / f"fresh{last_operation}"
             code = run_until(hub, fresh, gguf, last_operation)
             if code == 0:
@@ -85,7 +86,7 @@ def test_every_moment_of_a_pull(tmp_path: Path) -> None:
             prune(fresh, now_s=time.time() + 7200)
             left = [str(p.relative_to(fresh / "models")) for p in (fresh / "models").iterdir()]
             assert sorted(left) == [".partial", "tiny"]
-        assert n_killed > 10 and 0 < n_installed < n_killed
+        assert n_killed > 7 and 0 < n_installed < n_killed
 
 
 def test_replacing_a_model_keeps_the_old_or_the_new_one(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_replacing_a_model_keeps_the_old_or_the_new_one(tmp_path: Path) -> None:
         data = tmp_path / "data"
         pull(entry, data, HubSettings(endpoint=hub.hub_url))
         n_absent = 0
-        for last_operation in range(1, 200, 5):
+        for last_operation in range(1, 200, 8):
             if run_until(hub, data, gguf, last_operation) == 0:
                 break
             models = list_installed(data)

@@ -126,7 +126,7 @@ def test_a_server_that_only_trickles_is_given_up(hub: FakeHub, tmp_path: Path) -
 def test_a_stretch_of_a_file(hub: FakeHub, tmp_path: Path) -> None:
     """Bytes 100,003 to 400,010 alone, with a drop on the way and a resume by another object."""
     stretch = DATA[100_003:400_010]
-    settings = replace(SETTINGS, max_attempts=1)
+    settings = replace(SETTINGS, max_attempts=2, stall_timeout_s=5.0)
     with make_client(settings) as client:
         whole = probe(client, RemoteFile("big.bin", f"{hub.hub_url}/{hub.repo}/resolve/main/big.bin"))
         remote = replace(whole, first_byte=100_003, size_bytes=len(stretch), whole_bytes=SIZE)
