@@ -17,7 +17,7 @@ def test_every_section_runs_and_every_tier_is_equal(tmp_path: Path) -> None:
     words = [
         "--tiny",
         "--tokens",
-        "500",
+        "1000",
         "--host-gib",
         "0.1",
         "--kv",
@@ -29,7 +29,7 @@ def test_every_section_runs_and_every_tier_is_equal(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out").read_text())
     assert report["failed"] == []
     for tier in ("host", "disk"):
-        assert report["restore"][tier]["equal"] and report["restore"][tier]["cached_tokens"] >= 1200
+        assert report["restore"][tier]["equal"] and report["restore"][tier]["cached_tokens"] >= 900
         assert report["restore"][tier]["restore_mb_per_s"] > 0
-    assert report["overflow"]["equal"] and report["overflow"]["device_tokens"] < 1300
+    assert report["overflow"]["equal"] and report["overflow"]["device_tokens"] < 1000
     assert report["beside_a_stream"]["stream_tokens_meanwhile"] > 1
