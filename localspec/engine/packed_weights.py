@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LAYOUT_VERSION = 1
-SPARE_BYTES = 4 << 30
-"""Left free on the disk."""
+FREE_SHARE = 0.5
+"""Of what is free on the disk, the most that a packed copy may take."""
 TABLE = "embed_tokens.weight"
 DERIVED = "?"
 """Stands for a part that loading computed from others."""
@@ -117,9 +117,10 @@ def write_packed(folder: Path, device: str = "cpu", report: Report = lambda text
         raise ValueError("Triton is not installed, so its packed forms cannot be made")
     config = with_token_count(read_config(folder), folder)
     sweep_temporary_files(folder)
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors")) + SPARE_BYTES
-    if needed > shutil.disk_usage(folder).free:
-        raise OSError(f"{needed / 1e9:.1f} GB are needed in {folder} to keep the weights as the card reads them")
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = shutil.disk_usage(folder).free
+    if needed > FREE_SHARE * free:
+        raise OSError(f"{needed / 1e9:.1f} GB in {folder} would take too much of the {free / 1e9:.1f} GB that are free")
     with closing(open_checkpoint(folder)) as source, PackedWriter(folder / PACKED_NAME) as writer:
         with torch.inference_mode():
             facts = _write_all(folder, config, _Recording(source), writer, torch.device(device), report)

@@ -40,7 +40,6 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     workspace = SimpleNamespace(tickets=torch.empty(9999), normed=torch.empty(1, 9999))
     monkeypatch.setattr(triton_sm80.StreamWorkspace, "create", lambda *_: workspace)
-    monkeypatch.setattr(packed_weights, "SPARE_BYTES", 0)
 
 
 def _with_mtp(folder: Path, config: dict[str, Any]) -> None:
@@ -187,7 +186,7 @@ def test_a_damaged_weight_is_found(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _folder("qwen3", tmp_path, False)
-    monkeypatch.setattr(packed_weights, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(packed_weights, "FREE_SHARE", 0.0)
     said: list[str] = []
     assert prepared(folder, CPU, said.append) is None
     assert not (folder / PACKED_NAME).exists() and not list(folder.glob(".tmp*"))
