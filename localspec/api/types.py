@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the answer must match; `source` is a JSON schema, a Lark grammar, a regular expression or empty."""
+    """What the answer must match; `source` is a JSON schema, a Lark or GBNF grammar, a regular expression or empty."""
 
     kind: Literal["json_object", "json_schema", "lark", "regex"]
     source: str = ""

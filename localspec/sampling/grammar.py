@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 16
 MAX_SOURCE_CHARS = 1 << 20
+MAX_GBNF_CHARS = 1 << 16
+"""Converted by a slow reader, and written by people."""
 MAX_REASON_CHARS = 300
 WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
 """Between the parts of a JSON text: a few blanks or one line break with its indent, so that no answer drifts off."""
@@ -161,6 +163,7 @@ class RequestGrammar:
         return _Place(Where.ANSWER), 1
 
 
+_GBNF_MARK = "::="
 _NAMES = {
     "json_object": "JSON grammar",
     "json_schema": "JSON schema",
@@ -186,7 +189,8 @@ def _source(grammar: Grammar, matcher: type[LLMatcher]) -> str:
     if len(grammar.source) > MAX_SOURCE_CHARS:
         raise GrammarRefused(f"the {_NAMES[grammar.kind]} is longer than {MAX_SOURCE_CHARS} characters")
     if grammar.kind == "lark":
-        return str(matcher.grammar_from_lark(grammar.source))
+        source = _from_gbnf(grammar.source) if _GBNF_MARK in grammar.source else grammar.source
+        return str(matcher.grammar_from_lark(source))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.source))
     schema = grammar.source if grammar.kind == "json_schema" else '{"type": "object"}'
@@ -195,6 +199,20 @@ def _source(grammar: Grammar, matcher: type[LLMatcher]) -> str:
         return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the JSON schema is no JSON: {error}") from error
+
+
+def _from_gbnf(source: str) -> str:
+    """The same grammar in Lark's notation, from that of llama.cpp. Raises GrammarRefused."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(source) > MAX_GBNF_CHARS:
+        raise GrammarRefused(f"the GBNF grammar is longer than {MAX_GBNF_CHARS} characters")
+    try:
+        return str(gbnf_to_lark(source))
+    except RecursionError:
+        raise GrammarRefused("the GBNF grammar is nested too deeply") from None
+    except Exception as error:  # the reader has no class of its own for what it refuses
+        raise GrammarRefused(f"the GBNF grammar is refused: {_in_one_line(str(error))}") from error
 
 
 def _in_one_line(text: str) -> str:

@@ -223,6 +223,7 @@ def _chat_request() -> Schema:
         tool_choice={"anyOf": [{"enum": ["auto", "none", "required"]}, OBJECT]},
         parallel_tool_calls=FLAG,
         response_format=OBJECT,
+        grammar={**TEXT, "description": "In Lark's notation or in GBNF; for a schema see response_format."},
         logprobs=FLAG,
         top_logprobs={
             "type": "integer",

@@ -206,19 +206,32 @@ def read_grammar(fields: Fields) -> Grammar | None:
             return from_json(Grammar, own.data)
         except ValueError as reason:
             raise bad(f"{own.path}: {reason}.", own.path) from None
-    if fields.has("grammar"):
-        raise bad(
-            "grammar in GBNF is not supported; give response_format with a JSON schema.", "grammar", "unsupported"
-        )
-    if fields.has("guided_regex"):
-        return Grammar("regex", fields.text("guided_regex") or "")
-    key = fields.first("response_format", "guided_json", "json_schema")
-    if not fields.has(key):
-        return None
-    if key != "response_format":
-        return _schema_grammar(fields.data[key], key)
-    form = fields.object(key) or Fields({})
-    return grammar_of_format(form)
+    if fields.has("response_format"):
+        return grammar_of_format(fields.object("response_format") or Fields({}))
+    outputs = fields.object("structured_outputs") or Fields({})
+    found = _guided(outputs, "") or _guided(fields, "guided_")
+    if found is not None:
+        return found
+    if fields.has("json_schema"):
+        return _schema_grammar(fields.data["json_schema"], "json_schema")
+    source = fields.text("grammar")
+    return Grammar("lark", source) if source else None
+
+
+def _guided(fields: Fields, prefix: str) -> Grammar | None:
+    """What vLLM's clients ask for: a schema, an expression, one of several texts, or a grammar."""
+    schema, choices = fields.value(prefix + "json"), fields.items(prefix + "choice")
+    if schema is not None:
+        return _schema_grammar(schema, fields.name(prefix + "json"))
+    expression = fields.text(prefix + "regex")
+    if expression is not None:
+        return Grammar("regex", expression)
+    if choices:
+        if not all(isinstance(choice, str) for choice in choices):
+            raise fields.wrong(prefix + "choice", "a list of strings")
+        return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    source = fields.text(prefix + "grammar")
+    return Grammar("lark", source) if source else None
 
 
 def grammar_of_format(form: Fields) -> Grammar | None:

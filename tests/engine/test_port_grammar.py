@@ -84,6 +84,29 @@ def test_a_schema_is_kept(engine: LocalEngine, asked: dict[str, Any]) -> None:
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_choice": ["red", "green / blue"]},
+        {"structured_outputs": {"choice": ["red", "green / blue"]}},
+        {"guided_regex": "red|green / blue"},
+        {"guided_grammar": 'start: "red" | "green / blue"'},
+        {"grammar": 'root ::= "red" | green " / blue"\ngreen ::= "green"\n'},
+    ],
+    ids=["choice", "outputs", "regex", "lark", "gbnf"],
+)
+def test_other_ways_to_ask_for_a_form(engine: LocalEngine, asked: dict[str, Any]) -> None:
+    assert ask(engine, **asked)["choices"][0]["message"]["content"] in ("red", "green / blue")
+
+
+@pytest.mark.parametrize(
+    "source", ["root ::= (", "root ::= missing", "root ::= " + "(" * 5000, "x ::= " + "y" * 70_000]
+)
+def test_a_bad_gbnf_is_a_bad_request(engine: LocalEngine, source: str) -> None:
+    error = ask(engine, status=400, grammar=source)["error"]
+    assert "grammar" in error["message"] and error["type"] == "invalid_request_error"
+
+
 def test_any_object(engine: LocalEngine) -> None:
     """Noise may not find its end, but what there is begins an object."""
     content = ask(engine, response_format={"type": "json_object"}, max_tokens=12)["choices"][0]["message"]["content"]
