@@ -15,6 +15,7 @@ from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine.build import Assembled, cache_dtype
 from localspec.kernels.backends.reference import ReferenceOps
+from tests.engine import tier_machine
 from tests.engine.test_identity import repeated_prompt
 from tests.helpers.engine import make_request, run, token_engine
 from tests.helpers.models import Driver, load_model, random_checkpoint, reference_ops
@@ -134,3 +135,27 @@ def test_options_name_dtypes() -> None:
     assert cache_dtype(ops, "auto") == torch.float8_e4m3fn and cache_dtype(ops, "bf16") == torch.bfloat16
     with pytest.raises(EngineError, match="known are fp8, bf16"):
         cache_dtype(ops, "int4")
+
+
+def test_a_turn_that_was_on_disk_in_fp8_equals_the_unbroken_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_machine, "reference_ops", lambda: _ops(torch.float8_e4m3fn))
+    machine = tier_machine.Machine("qwen3_5", tmp_path)
+    assert {plane.dtype for plane in machine.model.cache_spec.planes} == {"float8_e4m3fn"}
+    first = tier_machine.prompt_ids(4, 300)
+    with machine.engine(tmp_path / "kv") as parts:
+        [one] = run(parts, [make_request(first, max_tokens=20)])
+        second = [*first, *one.token_ids, 5, 6, 7]
+        [unbroken] = run(parts, [make_request(second, max_tokens=12, logprobs=0)])
+    with machine.engine(tmp_path / "kv") as parts:
+        tier_machine.eager(parts)
+        [restored] = run(parts, [make_request(second, max_tokens=12, logprobs=0)])
+    assert restored.cached_tokens >= unbroken.cached_tokens > 300
+    assert (restored.token_ids, restored.logprobs) == (unbroken.token_ids, unbroken.logprobs)
+    # The same conversation in an unrounded cache is another one on disk.
+    monkeypatch.setattr(tier_machine, "reference_ops", reference_ops)
+    with tier_machine.Machine("qwen3_5", tmp_path).engine(tmp_path / "kv") as parts:
+        tier_machine.eager(parts)
+        [other] = run(parts, [make_request(second, max_tokens=12)])
+    assert other.cached_tokens == 0
