@@ -291,6 +291,13 @@ async def demo_engine() -> Any:
     return engine
 
 
+def network() -> str:
+    """Whether anything but this machine could have been reached."""
+    import psutil
+
+    return "loopback only" if set(psutil.net_if_addrs()) <= {"lo"} else "open"
+
+
 def report(name: str, kind: str, result: dict[str, Any]) -> None:
     """One line of the table, and what a client said that failed."""
     print(f"{name:>16} {kind:<5} {result['result']:<14} {result.get('seconds', '')} s", file=sys.stderr, flush=True)
@@ -309,7 +316,7 @@ def main() -> int:
     options = parser.parse_args()
     places = Places(options.npm.resolve(), options.aider.resolve())
     results = asyncio.run(main_async(places, options.only or list(CLIENTS), options.kind or ["tool", "plain"]))
-    document = json.dumps({"check": "real_clients", "network": "loopback only", "results": results})
+    document = json.dumps({"check": "real_clients", "network": network(), "results": results})
     print(document)
     if options.out:
         options.out.write_text(document + "\n")

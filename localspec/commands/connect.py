@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from localspec.commands.connect_files import CannotWrite, Ledger, read_text
 from localspec.config import DEFAULT_PORT
 
 CONTEXT_TOKENS = 32768
+ASK_S = 2.0
 
 
 @click.command()
@@ -21,9 +23,11 @@ CONTEXT_TOKENS = 32768
 @click.option("--write", is_flag=True, help="Change the client's configuration file; a copy is kept.")
 @click.option("--undo", is_flag=True, help="Take back what --write did, byte for byte.")
 @click.option("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", show_default=True, help="Where the port is.")
-@click.option("--model", help="Model name to send. [default: the installed one]")
+@click.option("--model", help="Model name to send. [default: the one that the port serves, else the installed one]")
 @click.option("--api-key", default="localspec", help="The port's key; any word if it has none.")
-@click.option("--context", default=CONTEXT_TOKENS, show_default=True, type=click.IntRange(1024), help="Tokens to plan.")
+@click.option(
+    "--context", type=click.IntRange(1024), help=f"Tokens to plan. [default: the port's, else {CONTEXT_TOKENS}]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def connect(client: str | None, write: bool, undo: bool, as_json: bool, **options: Any) -> None:
     """Set an editor or agent up for the local port. Without --write it only says what to set."""
@@ -43,14 +47,43 @@ def connect(client: str | None, write: bool, undo: bool, as_json: bool, **option
     parts = urlsplit(options["url"])
     if parts.scheme not in ("http", "https") or not parts.netloc:
         fail("--url must be an address like http://127.0.0.1:8012", EXIT_WRONG_USE)
+    base = f"{parts.scheme}://{parts.netloc}"
+    served = _served(base, options["api_key"]) if not (options["model"] and options["context"]) else _Served()
     address = Address(
-        f"{parts.scheme}://{parts.netloc}", options["model"] or default_model(config), options["api_key"],
-        options["context"],
-    )  # fmt: skip
+        base,
+        options["model"] or served.model or default_model(config),
+        options["api_key"],
+        options["context"] or served.context_tokens or CONTEXT_TOKENS,
+    )
     if write:
         _write(chosen, address, ledger, as_json)
     else:
         _say(chosen, address, as_json)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a running port says of its model; empty where there is none."""
+
+    model: str = ""
+    context_tokens: int = 0
+
+
+def _served(base: str, key: str) -> _Served:
+    """Ask the port, if one listens: a client that plans for more than the context holds loses the end of long chats."""
+    import httpx
+
+    try:
+        reply = httpx.get(
+            f"{base}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=ASK_S, trust_env=False
+        )
+        entry = reply.json()["data"][0]
+        model, context_tokens = entry["id"], entry["context_length"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+        return _Served()
+    if not isinstance(model, str) or type(context_tokens) is not int or context_tokens < 1:
+        return _Served()
+    return _Served(model, context_tokens)
 
 
 def _list(ledger: Ledger, as_json: bool) -> None:

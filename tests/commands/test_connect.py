@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
+import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(connect, ["--model", "m", *arguments])
+    result = CliRunner().invoke(connect, ["--model", "m", "--context", "32768", *arguments])
     assert result.exception is None or isinstance(result.exception, (SystemExit, click.ClickException)), (
         result.exception
     )
@@ -201,3 +204,49 @@ def test_any_object_takes_members(document: dict[str, Any], indent: int | str | 
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(CannotWrite):
         json_members(text, ("env",), {"KEY": 1})
+
+
+@pytest.fixture
+def port(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A port that answers /v1/models with the parameter."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(request.param)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def said_by(*arguments: str) -> str:
+    result = CliRunner().invoke(connect, ["opencode", "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    return str(json.loads(result.output)["insert"])
+
+
+@pytest.mark.parametrize(
+    "port", [b'{"data": [{"id": "served", "context_length": 9000}, {"id": "x"}]}'], indirect=True, ids=["served"]
+)
+def test_the_running_port_says_what_it_serves(port: str) -> None:
+    found = said_by("--url", port)
+    assert '"served"' in found and "9000" in found
+    chosen = said_by("--url", port, "--model", "mine", "--context", "2048")
+    assert '"mine"' in chosen and "2048" in chosen and "9000" not in chosen
+
+
+@pytest.mark.parametrize(
+    "port",
+    [b"", b"[]", b'{"data": []}', b'{"data": [{"id": 3, "context_length": 9}]}', b'{"data": [{"id": "served"}]}'],
+    indirect=True,
+    ids=["empty", "list", "none", "number", "half"],
+)
+def test_a_port_that_talks_nonsense_is_not_believed(port: str) -> None:
+    found = said_by("--url", port, "--model", "mine")
+    assert '"mine"' in found and "32768" in found
