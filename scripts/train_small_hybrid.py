@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from localspec.storage.safetensors import SafetensorsFile
 from localspec.training.answers import Answer, AnswerStore, BatchPlan
+from localspec.training.export import drafter_tensors
 from localspec.training.hybrid import HybridTarget, new_hybrid, save_hybrid
 from localspec.training.mtp import TrainableMtp
 from localspec.training.trainer import Trainer, TrainPlan
@@ -136,7 +137,7 @@ def train(chosen: argparse.Namespace) -> None:
     report["mtp"] = {"steps": trainer.plan.steps, "length": curve[-1].length, "rates": curve[-1].rates}
     report["mtp"]["curve"] = [(point.step, point.loss, point.length) for point in curve]
     report["parameters"] = sum(each.numel() for each in (*module.parameters(), *block.module.parameters()))
-    save_hybrid(module, CONFIG, chosen.out, block.tensors())
+    save_hybrid(module, CONFIG, chosen.out, drafter_tensors(block, "bf16"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(chosen.corpus / name, chosen.out / name)
     (chosen.out / "report.json").write_text(json.dumps(report, indent=1))

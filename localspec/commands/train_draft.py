@@ -56,7 +56,7 @@ def train_draft(model: str | None, **options: Any) -> None:
     """Train a drafter for MODEL. A run that was ended goes on where it stopped when called again.
 
     The model answers the prompts; every twentieth is kept back to measure acceptance with. The folder holds the drafter
-    in the standard layout of its method (config.json, model.safetensors); for `mtp` a copy of the model with its block.
+    in the standard layout of its method (config.json, model.safetensors); for `mtp` the block alone, as pull keeps it.
     """
     config = settings()
     try:

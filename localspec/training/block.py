@@ -101,6 +101,8 @@ class _Places:
 class TrainableBlock:
     """Meets `TrainableDrafter`, for DFlash and DSpark."""
 
+    prefix = ""
+
     def __init__(self, config: Mapping[str, Any], target: Target, vocabulary: DraftVocabulary, seed: int) -> None:
         """config: of `block_config`. Raises ValueError if it does not fit or has options not trained here."""
         self.config = dict(config)

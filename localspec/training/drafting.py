@@ -93,6 +93,8 @@ class TrainableDrafter(Protocol):
     kind: str
     layer_outputs: tuple[int, ...]
     module: nn.Module
+    prefix: str
+    """What stands before the parameters' names in a file."""
     vocabulary: DraftVocabulary
     config: dict[str, Any]
     """config.json in the standard layout of its kind, without the form of the weights."""

@@ -66,6 +66,7 @@ class TrainableEagle3:
     """Meets `TrainableDrafter`."""
 
     kind = "eagle3"
+    prefix = ""
 
     def __init__(self, config: Mapping[str, Any], target: Target, vocabulary: DraftVocabulary, seed: int) -> None:
         """config: of `eagle3_config`. The head starts as the target's; everything else from the seed.

@@ -46,20 +46,22 @@ def export(drafter: TrainableDrafter, folder: Path, form: Form = "bf16") -> None
 
 def drafter_tensors(drafter: TrainableDrafter, form: Form) -> dict[str, Tensor]:
     """Stored tensors by name, in host memory."""
-    matrices = {f"{name}.weight": part for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
+    matrices = {name: part for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in drafter.module.named_parameters():
-        part = matrices.get(name)
+        part = matrices.get(name.removesuffix(".weight"))
+        stored = f"{drafter.prefix}{name}"
         if part is None:
-            tensors[name] = parameter.detach().cpu()
+            tensors[stored] = parameter.detach().cpu()
             continue
         part.rounded = False
         value = part.value().detach().cpu()
         if form == "nvfp4" and part.can_round:
             found = quantise_nvfp4(value, "max")
-            tensors |= {name: found.codes, f"{name}_scale": found.block_scale, f"{name}_scale_2": found.row_scale[0]}
+            parts = (found.codes, found.block_scale, found.row_scale[0])
+            tensors |= dict(zip((stored, f"{stored}_scale", f"{stored}_scale_2"), parts, strict=True))
         else:
-            tensors[name] = value.to(torch.bfloat16)
+            tensors[stored] = value.to(torch.bfloat16)
     if drafter.vocabulary.ids is not None:
         tensors["d2t"] = drafter.vocabulary.offsets
         tensors["t2d"] = drafter.vocabulary.is_said

@@ -45,11 +45,13 @@ class TrainableMtp:
     """Meets `TrainableDrafter`; embedding and head are the target's and stay as they are."""
 
     kind = "mtp"
+    prefix = PREFIX
     layer_outputs: tuple[int, ...] = ()
 
     def __init__(self, config: Mapping[str, Any], target: Target, seed: int) -> None:
         """config: of the target. Raises ValueError if it describes no model that can carry such a block."""
-        self.config = dict(config)
+        # The block is a file of its own beside a config that says how to read it; the target's form is not its form.
+        self.config = {key: value for key, value in config.items() if key != "quantization_config"}
         self.shape = shape_of(config)
         self._target = target
         self.vocabulary = DraftVocabulary(None, target.vocab_size)
@@ -122,7 +124,3 @@ class TrainableMtp:
                 drafts = self.logits(hidden[:, :usable]).argmax(dim=-1)
                 found[:, 1 : 1 + usable, step] = drafts == tokens[:, step + 2 :]
         return found
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What belongs into the target's checkpoint, in BF16."""
-        return {f"{PREFIX}{name}": each.detach().cpu().to(torch.bfloat16) for name, each in self.net.named_parameters()}

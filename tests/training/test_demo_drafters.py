@@ -9,7 +9,6 @@ import pytest
 import pytest_asyncio
 
 from localspec.api.types import Delta, Done, GenerateRequest, Message, Sampling
-from localspec.config import load_settings
 from localspec.engine.build import EngineOptions, ModelPlace
 from localspec.engine.engine import LocalEngine
 from localspec.hub.bundled import BUNDLED_DIR
@@ -18,15 +17,12 @@ pytestmark = [pytest.mark.torch, pytest.mark.demo]
 
 KINDS = ("eagle3", "dspark", "dflash")
 QUESTION = 'def add(a, b):\n    """Return the sum of a and b."""\n'
-TOKENS = 24
+TOKENS = 16
 
 
 @pytest_asyncio.fixture
-async def engine() -> AsyncIterator[LocalEngine]:
-    folder = load_settings().paths.models_dir / "smollm2-135m"
-    if not (folder / "localspec.json").is_file():
-        pytest.skip("the demo model is not installed")
-    place = ModelPlace("smollm2-135m", Path(folder), "demo")
+async def engine(demo_folder: Path) -> AsyncIterator[LocalEngine]:
+    place = ModelPlace("smollm2-135m", demo_folder, "demo")
     made = LocalEngine(lambda name, report: place, EngineOptions("cpu", 512, drafters_dir=BUNDLED_DIR))
     made.start("smollm2-135m")
     await made.wait_ready()

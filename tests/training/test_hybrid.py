@@ -12,6 +12,7 @@ from localspec.drafters import DrafterSetup, mtp
 from localspec.formats.checkpoint import open_checkpoint, read_config
 from localspec.models import architecture
 from localspec.training.answers import Answer, AnswerStore
+from localspec.training.export import export
 from localspec.training.hybrid import HybridTarget, gated_delta, load_hybrid, new_hybrid, save_hybrid
 from localspec.training.mtp import TrainableMtp
 from tests.drafters.session import CONTEXT_TOKENS, Session, layer_outputs_of
@@ -59,10 +60,11 @@ def test_the_block_of_the_file_drafts_what_training_measures(tmp_path: Path) -> 
                 generator = torch.Generator().manual_seed(parameter.numel())
                 parameter.add_(0.15 * torch.randn(parameter.shape, generator=generator))
                 parameter.copy_(parameter.to(torch.bfloat16))
-    save_hybrid(target.module, config, tmp_path / "model", trained.tensors())
+    save_hybrid(target.module, config, tmp_path / "model", {})
+    export(trained, tmp_path / "block")
     model = load_model(tmp_path / "model")
-    checkpoint = open_checkpoint(tmp_path / "model")
-    drafter = mtp.build(DrafterSetup(reference_ops(), model, MAX_SLOTS, CONTEXT_TOKENS, checkpoint, tmp_path / "model"))
+    checkpoint = open_checkpoint(tmp_path / "block")
+    drafter = mtp.build(DrafterSetup(reference_ops(), model, MAX_SLOTS, CONTEXT_TOKENS, checkpoint, tmp_path / "block"))
     tokens = target.go_on(torch.tensor([[5, 9, 3, 77]]), 30)[0].tolist()
     store = AnswerStore(tmp_path / "store")
     store.append([Answer(tokens, 4)])
