@@ -247,7 +247,7 @@ def build(place: ModelPlace, options: EngineOptions, report: Report) -> Built:
             report("compiling kernels")
             limits = assembled.scheduler.limits
             held_tokens = min(limits.context_tokens, (assembled.scheduler.pool.num_pages - 1) * PAGE_TOKENS)
-            warm_up(assembled.runner, assembled.loop.stages.device, held_tokens, limits.chunk_tokens)
+            warm_up(assembled.loop.stages, held_tokens, limits.chunk_tokens)
         if_it_fails.pop_all()
     info = ModelInfo(
         id=place.id,

@@ -48,6 +48,7 @@ class StepBench:
         self._read_rate = read_rate_bytes_per_s
         self._per_slot_pages = self._runner.state.block_tables.shape[1]
         self._num_pages = parts.scheduler.pool.num_pages
+        self._drafts: dict[int, Draft] = {}
 
     def verify(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int = 30) -> StepTime:
         """Time steps of `slots` sequences with `rows_per_slot` rows each at a context length."""
@@ -77,7 +78,8 @@ class StepBench:
         drafts = rows_per_slot - 1
         bound = context_tokens + repeats * rows_per_slot + 64
         plan = VerifyPlan(tuple(SlotPlan(slot, slot + 1, "ngram", drafts, bound) for slot in range(slots)))
-        draft = self._draft(drafts)
+        # A captured step reads the drafts that it was captured with, so they must stay.
+        draft = self._drafts.setdefault(drafts, self._draft(drafts))
         return lambda: self._stages.device.verify(plan, draft, GREEDY)
 
     def prefill_tok_per_s(self, prompt_tokens: int, chunk_tokens: int) -> float:

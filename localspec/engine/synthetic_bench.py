@@ -173,7 +173,7 @@ class SyntheticBench:
         """Memory as the driver reports it with an engine that promises `tokens` within a limit, all warmed up."""
         parts = assemble(model, self._ops, tokens, drafters, self._options(memory_limit_bytes=limit_bytes))
         limits = parts.scheduler.limits
-        seconds = warm_up(parts.runner, parts.loop.stages.device, limits.context_tokens, limits.chunk_tokens)
+        seconds = warm_up(parts.loop.stages, limits.context_tokens, limits.chunk_tokens)
         device = self._ops.device
         found = {
             "bar_gib": limit_bytes / GIB,

@@ -11,35 +11,42 @@ import time
 import torch
 
 from localspec.api.types import EngineError, Sampling
-from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, PrefillPlan, Request, SlotPlan, VerifyPlan
-from localspec.engine.device_step import DeviceStep, StepNeeds
-from localspec.runner.runner import Runner
+from localspec.core.records import MAX_ROWS, PAGE_TOKENS, PrefillPlan, Request, SlotPlan, VerifyPlan
+from localspec.engine.device_step import StepNeeds
+from localspec.engine.loop import Stages
 from localspec.sampling.processors import ProcessorPlan
 
 log = logging.getLogger(__name__)
-STEP_ROWS = (1, 16)
 SEQUENCE_ID = 1 << 40
+WIDEST_DRAFTER = "ngram"
+"""It reaches the widest window, and needs no weights."""
+LAWS = (Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.95))
 
 
-def warm_up(runner: Runner, device: DeviceStep, limit: int, chunk: int) -> float:
+def warm_up(stages: Stages, limit: int, chunk: int) -> float:
     """Read the last chunk of a full context, then step at its end. The decode loop must not run yet. Returns seconds.
 
-    limit, chunk: tokens of the context that is promised, and of a prompt that are read at once.
-
-    Raises EngineError (`machine_cannot`) where memory runs out.
+    limit, chunk: tokens of the context that is promised, and of a prompt that are read at once. Goes the way of the
+    loop, drafts included, so that what is captured serves real steps. Raises EngineError (`machine_cannot`) where
+    memory runs out.
     """
     started = time.perf_counter()
-    length = limit - max(STEP_ROWS)
-    pages = list(range(1, 1 + -(-limit // PAGE_TOKENS)))
+    runner, device = stages.runner, stages.device
+    length = max(1, limit - MAX_ROWS)
+    request = Request("", (0,) * length, Sampling(), 0, 1 << 20, ())
     try:
         with torch.inference_mode():
-            runner.admit(0, Request("", (0,) * max(1, length), Sampling(), 0, 1 << 20, ()), pages, None)
+            runner.admit(0, request, list(range(1, 1 + -(-limit // PAGE_TOKENS))), None)
+            device.admit(0, request)
+            stages.drafters.admit(0, request)
             start = max(0, length - chunk) // PAGE_TOKENS * PAGE_TOKENS
             if length > 1:
                 device.prefill(PrefillPlan(0, SEQUENCE_ID, start, min(start + chunk, length - 1), "off"))
-            for rows in STEP_ROWS:
-                plan = VerifyPlan((SlotPlan(0, SEQUENCE_ID, "off", rows - 1, length),))
-                device.verify(plan, _draft(rows - 1, runner.ops.device), StepNeeds(ProcessorPlan.for_requests((), 1)))
+            for law in LAWS:
+                _step(stages, "off", 0, length, law)
+            if stages.drafters.knows(WIDEST_DRAFTER):
+                depth = min(MAX_ROWS - 1, stages.drafters.max_depth(WIDEST_DRAFTER))
+                _step(stages, WIDEST_DRAFTER, depth, length, LAWS[-1])
             if runner.ops.device.type == "cuda":
                 torch.cuda.synchronize(runner.ops.device)
     except torch.OutOfMemoryError as error:
@@ -54,7 +61,7 @@ def warm_up(runner: Runner, device: DeviceStep, limit: int, chunk: int) -> float
     return seconds
 
 
-def _draft(width: int, device: torch.device) -> Draft:
-    tokens = torch.zeros(MAX_SLOTS, width, dtype=torch.int64, device=device)
-    counts = torch.full((MAX_SLOTS,), width, dtype=torch.int64, device=device)
-    return Draft(tokens, torch.zeros_like(tokens), counts, ("off",))
+def _step(stages: Stages, drafter: str, depth: int, length: int, law: Sampling) -> None:
+    needs = StepNeeds(ProcessorPlan.for_requests([law], stages.runner.model.vocab_size))
+    plan = VerifyPlan((SlotPlan(0, SEQUENCE_ID, drafter, depth, length),))
+    stages.device.verify(plan, stages.device.propose(plan, needs), needs)

@@ -12,6 +12,7 @@ import torch
 from localspec.api.types import EngineError
 from localspec.core.memory_budget import CUDA_CONTEXT_BYTES
 from localspec.core.records import MAX_SLOTS
+from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine import memory_budget
 from localspec.engine.build import EngineOptions, assemble
 from localspec.engine.memory_budget import check_before_loading, context_limit, lay_out
@@ -103,16 +104,19 @@ def test_a_warm_up_changes_no_answer(kind: str, tmp_path: Path) -> None:
     request = make_request(list(range(40, 90)), max_tokens=12)
     with token_engine(model, ops, 256, {}) as parts:
         [expected] = run(parts, [request])
-    parts = assemble(model, ops, 256, {}, EngineOptions(device="cpu"))
-    limits = dataclasses.replace(parts.scheduler.limits)
-    assert warm_up(parts.runner, parts.loop.stages.device, limits.context_tokens, limits.chunk_tokens) > 0
+    setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=256)
+    drafters = {name: drafter_module(name).tiny(setup) for name in ("ngram", "mtp")}
+    parts = assemble(model, ops, 256, drafters, EngineOptions(device="cpu"))
+    limits = parts.scheduler.limits
+    assert warm_up(parts.loop.stages, limits.context_tokens, limits.chunk_tokens) > 0
     assert int(parts.runner.state.block_tables.abs().sum()) == 0
     parts.loop.start()
     try:
         [found] = run(parts, [request])
+        [drafted] = run(parts, [dataclasses.replace(request, drafter="mtp", depth=4, cache_salt="other")])
     finally:
         parts.loop.stop()
-    assert found.token_ids == expected.token_ids
+    assert found.token_ids == drafted.token_ids == expected.token_ids
 
 
 def test_memory_that_runs_out_in_the_warm_up_is_said_plainly(tmp_path: Path) -> None:
@@ -122,8 +126,12 @@ def test_memory_that_runs_out_in_the_warm_up_is_said_plainly(tmp_path: Path) -> 
     )
 
     class Full:
+        def admit(self, slot: int, request: Any) -> None:
+            """Has room for this."""
+
         def prefill(self, plan: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
+    full = dataclasses.replace(parts.loop.stages, device=Full())  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="A context of 256 tokens does not fit this card"):
-        warm_up(parts.runner, Full(), 256, 64)  # type: ignore[arg-type]
+        warm_up(full, 256, 64)
