@@ -57,9 +57,9 @@ class ColdPages:
         self._count = 0
 
     @property
-    def is_used(self) -> bool:
-        """Whether any page is cold."""
-        return self._count > 0
+    def count(self) -> int:
+        """Pages that are cold now."""
+        return self._count
 
     def move_out(self, slot: int, table_index: int, page: int) -> None:
         """Copy a page of a slot, the next after those that are cold already, to host memory; then it may be reused."""
@@ -70,10 +70,19 @@ class ColdPages:
         self._places[slot, table_index] = self._count
         self._count += 1
 
-    def release(self, slot: int) -> None:
-        """The slot's sequence ended."""
+    def leave(self, slot: int) -> None:
+        """The slot's sequence ended; its cold pages stay, in case it goes on."""
         self._cold[slot].zero_()
         self._places[slot].zero_()
+
+    def enter(self, slot: int, first_index: int) -> None:
+        """The sequence goes on in a slot; its cold pages are those from `first_index` of its table on."""
+        cold = slice(first_index, first_index + self._count)
+        self._cold[slot, cold] = 1
+        self._places[slot, cold] = torch.arange(self._count, dtype=torch.int32, device=self._places.device)
+
+    def clear(self) -> None:
+        """Another sequence begins."""
         self._count = 0
 
     def tables(self, plane: str, block_tables: Tensor) -> Tensor:
@@ -129,7 +138,7 @@ class OverflowPages:
 
 
 class OverflowSlot:
-    """One sequence's way through its ring."""
+    """One sequence's way through its ring. `slot` is -1 while it waits for its next turn."""
 
     def __init__(self, slot: int, pages: OverflowPages) -> None:
         self.slot = slot
@@ -144,6 +153,14 @@ class OverflowSlot:
             block_tables[self.slot, leaving] = 0
             block_tables[self.slot, index] = page
             self._mapped = index + 1
+
+    def go_on(self, slot: int, cold: ColdPages) -> list[int]:
+        """The next turn, in a slot; returns its block table, 0 for cold pages."""
+        self.slot = slot
+        head = self._pages.head
+        cold.enter(slot, len(head))
+        first_hot = self._mapped - len(self._pages.ring)
+        return [*head, *[0] * (first_hot - len(head)), *(self._pages.page(i) for i in range(first_hot, self._mapped))]
 
 
 def ring_pages(chunk_tokens: int, window_rows: int) -> int:

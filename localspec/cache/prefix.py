@@ -201,7 +201,7 @@ class PrefixTree:
         best_tokens = 0
         rest = token_ids[index : index + PAGE_TOKENS]
         for child in node.children.values() if node is not None else ():
-            common = _common_length(child.token_ids, rest)
+            common = common_length(child.token_ids, rest)
             if common > best_tokens:
                 best, best_tokens = child, common
         return path, best, best_tokens
@@ -278,7 +278,8 @@ class PrefixTree:
                 total -= 1
 
 
-def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+def common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Tokens that both begin with."""
     length = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

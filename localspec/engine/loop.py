@@ -114,7 +114,7 @@ class DecodeLoop:
         self._scheduler = scheduler
         self._ring = ring
         self._tuner = tuner
-        self._accounting = StepAccounting(tuner, metrics, ring.lag)
+        self._accounting = StepAccounting(tuner, metrics, ring.lag, stages.drafters.schedule)
         self._metrics = metrics
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
@@ -159,7 +159,7 @@ class DecodeLoop:
 
     def forget(self, chat_id: str) -> Future[None]:
         """Drop the cached prefixes of a chat."""
-        return self.call(lambda: self._scheduler.prefix.forget_chat(chat_id))
+        return self.call(lambda: self._scheduler.forget_chat(chat_id))
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -225,7 +225,8 @@ class DecodeLoop:
             runner.pool.copy_page(admission.copy_from_page, admission.pages[len(match.pages)])
         snapshot = match.snapshot
         assert snapshot is None or isinstance(snapshot, dict)
-        runner.admit(sequence.slot, sequence.request, list(admission.pages), snapshot, admission.num_ring)
+        pages = list(admission.pages)
+        runner.admit(sequence.slot, sequence.request, pages, snapshot, admission.num_ring, admission.goes_on)
         self._device.admit(sequence.slot, sequence.request)
         self.stages.drafters.admit(sequence.slot, sequence.request)
         self._metrics.count_request(sequence.request.client, sequence.prompt_tokens, sequence.cached_tokens)
@@ -301,6 +302,8 @@ class DecodeLoop:
         if snapshot is not None:
             scheduler.prefix.add_snapshot(ids, snapshot, sequence.request.cache_salt)
             states.append((len(ids), snapshot))
+        if sequence.num_ring:
+            scheduler.park_states([*states])
         runner.release(slot)
         self.tiers.retired(sequence, ids, states)
 
@@ -361,5 +364,5 @@ class DecodeLoop:
             self._end(sequence, "error" if error else "cancelled", error)
         self._scheduler.admit()
         if error is not None:
-            self._scheduler.prefix.clear()
+            self._scheduler.clear()
             self.tiers.reset()

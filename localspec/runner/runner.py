@@ -49,15 +49,20 @@ class Runner:
         pages: list[int],
         snapshot: StateSnapshot | None,
         num_ring: int = 0,
+        goes_on: bool = False,
     ) -> None:
         """Give a slot to a request; its first `cached` tokens are already in `pages` (and in `snapshot`).
 
         num_ring: so many of the last pages are used in turn, as the request may outgrow them; one slot at a time.
+        goes_on: it is the next turn of the last such request.
         """
         fill_slot(self.state, slot, request)
+        if num_ring and self.cold is not None:
+            if not goes_on or self._overflow is None:
+                self.cold.clear()
+                self._overflow = OverflowSlot(slot, OverflowPages(tuple(pages[:-num_ring]), tuple(pages[-num_ring:])))
+            pages = self._overflow.go_on(slot, self.cold)
         self.set_pages(slot, 0, pages)
-        if num_ring:
-            self._overflow = OverflowSlot(slot, OverflowPages(tuple(pages[:-num_ring]), tuple(pages[-num_ring:])))
         if snapshot is None:
             self.pool.reset_states(slot)
         else:
@@ -74,13 +79,13 @@ class Runner:
         release_slot(self.state, slot)
         self.state.block_tables[slot].zero_()
         if self.cold is not None and self._overflow is not None and self._overflow.slot == slot:
-            self.cold.release(slot)
-            self._overflow = None
+            self.cold.leave(slot)
+            self._overflow.slot = -1
 
     @property
     def overflows(self) -> bool:
-        """Whether a sequence has pages in host memory, which captured graphs do not fetch."""
-        return self.cold is not None and self.cold.is_used
+        """Whether a running sequence has pages in host memory, which captured graphs do not fetch."""
+        return self.cold is not None and self.cold.count > 0 and self._overflow is not None and self._overflow.slot >= 0
 
     def make_room(self, slot: int, end_tokens: int) -> None:
         """Before a step that may write a slot's tokens below `end_tokens`."""

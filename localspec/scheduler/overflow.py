@@ -1,16 +1,17 @@
 """Admission of a sequence that is larger than the device: which pages it keeps there and how many lie elsewhere.
 
-Torch-free. One such sequence runs at a time. Its first pages stay, so that they can be shared and found again; later
-ones share a ring in turn, and what the ring held before goes to host memory.
+Torch-free. One such sequence runs at a time, and the last one is kept for its next turn. Its first pages stay, so that
+they can be shared and found again; later ones share a ring in turn, and what the ring held before goes to host memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localspec.cache.pages import PagePool
-from localspec.cache.prefix import Match, PrefixTree
-from localspec.core.records import PAGE_TOKENS, Request
+from localspec.cache.prefix import Match, PrefixTree, Snapshot, common_length
+from localspec.core.records import MAX_ROWS, PAGE_TOKENS, Request
 
 SHARE_FOR_OTHERS = 4
 """One page in so many is left to sequences that run beside it."""
@@ -31,6 +32,36 @@ class OverflowShare:
     match: Match
     num_head: int
     num_ring: int
+
+
+@dataclass
+class Parked:
+    """The last sequence that was larger than the device, kept as it lies for its next turn.
+
+    `states`: snapshots by number of tokens; the pages are held.
+    """
+
+    ids: tuple[int, ...]
+    pages: list[int]
+    num_ring: int
+    salt: str
+    chat_id: str | None
+    states: Sequence[tuple[int, Snapshot]] = ()
+
+    def match(self, request: Request, needs_state: bool) -> Match | None:
+        """How much of a prompt is here, if it goes on where the ring's pages still are."""
+        if request.cache_salt != self.salt:
+            return None
+        usable = common_length(self.ids, request.prompt_ids[:-1])
+        snapshot: Snapshot | None = None
+        if needs_state:
+            before = [(tokens, state) for tokens, state in self.states if tokens <= usable]
+            usable, snapshot = max(before, key=lambda item: item[0], default=(0, None))
+        # The ring went on as if every draft of the last steps had been accepted.
+        first_hot = -(-(len(self.ids) + 4 * MAX_ROWS) // PAGE_TOKENS) - self.num_ring
+        if not usable or usable < first_hot * PAGE_TOKENS:
+            return None
+        return Match(usable, (), None, 0, snapshot)
 
 
 def share_for(

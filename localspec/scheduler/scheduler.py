@@ -7,12 +7,12 @@ chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from localspec.cache.miss import explain
 from localspec.cache.pages import PagePool
-from localspec.cache.prefix import Match, PrefixTree
+from localspec.cache.prefix import Match, PrefixTree, Snapshot
 from localspec.core.records import (
     MAX_ROWS,
     MAX_SLOTS,
@@ -26,7 +26,7 @@ from localspec.core.records import (
     VerifyPlan,
 )
 from localspec.scheduler.chunks import ChunkSizes
-from localspec.scheduler.overflow import OverflowLimits, share_for
+from localspec.scheduler.overflow import OverflowLimits, Parked, share_for
 from localspec.scheduler.sequence import Sequence, Stage
 
 PROMPT_TAIL_TOKENS = 16
@@ -46,6 +46,8 @@ class Limits:
     overflow: OverflowLimits = field(default_factory=OverflowLimits)
     steady_depth: bool = False
     """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""
+    shares_rows: bool = False
+    """Sequences may together ask for more drafts than a step has rows; the likeliest get them."""
 
 
 class DepthPolicy(Protocol):
@@ -53,6 +55,10 @@ class DepthPolicy(Protocol):
 
     def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
         """(drafter name, depth) for the next window."""
+        ...
+
+    def wants_all(self, sequence: Sequence) -> bool:
+        """Whether all drafts of the window that was just chosen are to be verified, whatever they are worth."""
         ...
 
 
@@ -66,6 +72,8 @@ class Admission:
     copy_from_page: int | None
     num_ring: int = 0
     """Of a sequence that is larger than the device: how many of the last `pages` are used in turn."""
+    goes_on: bool = False
+    """It is the next turn of the last such sequence, whose pages lie where they lay."""
 
 
 class QueueFull(Exception):
@@ -86,6 +94,7 @@ class Scheduler:
     _next_id: int = 1
     _last_was_prefill: bool = False
     _oldest_is_due: bool = True
+    _parked: Parked | None = None
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -138,33 +147,48 @@ class Scheduler:
         wanted = total_pages - len(match.pages)
         if wanted > self.pool.num_free:
             self.prefix.evict(wanted - self.pool.num_free)
+        if wanted > self.pool.num_free and self._parked is not None:
+            self._drop_parked()
+            self.prefix.evict(wanted - self.pool.num_free)
         if wanted > self.pool.num_free:
             self.pool.release(held)
             return None
-        return self._place(sequence, slot, match, wanted)
+        return self._place(sequence, slot, match, self._fresh(match, wanted))
 
     def _admit_larger(self, sequence: Sequence, slot: int, total_pages: int) -> Admission | None:
         """A sequence that the device cannot hold: one at a time, and only if host memory holds the rest of it."""
         if any(other.num_ring for other in self.active):
             return None
+        parked, match = self._parked, None
+        if parked is not None and total_pages - len(parked.pages) <= self.limits.overflow.cold_pages:
+            match = parked.match(sequence.request, self.needs_state)
+        if parked is not None and match is not None:
+            self._parked = None
+            sequence.num_ring = parked.num_ring
+            return replace(self._place(sequence, slot, match, parked.pages), goes_on=True)
+        self._drop_parked()
         share = share_for(
             sequence.request, total_pages, self.pool, self.prefix, self.limits.overflow, self.needs_state
         )  # fmt: skip
         if share is None:
             return None
         sequence.num_ring = share.num_ring
-        return self._place(sequence, slot, share.match, share.num_head + share.num_ring - len(share.match.pages))
+        wanted = share.num_head + share.num_ring - len(share.match.pages)
+        return self._place(sequence, slot, share.match, self._fresh(share.match, wanted))
 
-    def _place(self, sequence: Sequence, slot: int, match: Match, wanted: int) -> Admission:
-        """Into a slot, with `wanted` pages after the matched ones."""
-        request = sequence.request
+    def _fresh(self, match: Match, wanted: int) -> list[int]:
+        """The matched pages, which are held, and `wanted` more; a page that is only copied from is let go."""
         fresh = self.pool.allocate(wanted, after=match.pages[-1] if match.pages else None)
         if match.partial_page is not None:
             self.pool.release((match.partial_page,))
+        return [*match.pages, *fresh]
+
+    def _place(self, sequence: Sequence, slot: int, match: Match, pages: list[int]) -> Admission:
+        request = sequence.request
         self._waiting.remove(sequence)
         self._slots[slot] = sequence
         sequence.slot = slot
-        sequence.pages = [*match.pages, *fresh]
+        sequence.pages = pages
         sequence.cached_tokens = sequence.prefilled_tokens = match.total_tokens
         sequence.length_bound_tokens = sequence.prompt_tokens
         sequence.miss_reason = self._miss_reason(sequence, match)
@@ -218,7 +242,11 @@ class Scheduler:
             ids = ids[: sequence.prefilled_tokens]
         if keep and ids:
             self.remember(sequence, ids)
-        self.pool.release(sequence.pages)
+        if keep and ids and sequence.num_ring:
+            request = sequence.request
+            self._parked = Parked(ids, sequence.pages, sequence.num_ring, request.cache_salt, request.chat_id)
+        else:
+            self.pool.release(sequence.pages)
         self._slots[sequence.slot] = None
         sequence.stage = Stage.FINISHED
 
@@ -228,6 +256,27 @@ class Scheduler:
         if sequence.num_ring:
             ids = ids[: (len(sequence.pages) - sequence.num_ring) * PAGE_TOKENS]
         self.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
+
+    def park_states(self, states: list[tuple[int, Snapshot]]) -> None:
+        """Snapshots of the sequence that was just retired, if it was larger than the device."""
+        if self._parked is not None and not self._parked.states:
+            self._parked.states = states
+
+    def forget_chat(self, chat_id: str) -> None:
+        """Drop everything that only this chat left."""
+        self.prefix.forget_chat(chat_id)
+        if self._parked is not None and self._parked.chat_id == chat_id:
+            self._drop_parked()
+
+    def clear(self) -> None:
+        """Drop everything that finished sequences left."""
+        self.prefix.clear()
+        self._drop_parked()
+
+    def _drop_parked(self) -> None:
+        if self._parked is not None:
+            self.pool.release(self._parked.pages)
+            self._parked = None
 
     def _miss_reason(self, sequence: Sequence, match: Match) -> str:
         """Asked after the pages were taken, so that what was evicted for this very request counts as evicted."""
@@ -272,14 +321,20 @@ class Scheduler:
 
     def _verify_plan(self, decoding: list[Sequence]) -> VerifyPlan:
         spare_rows = MAX_ROWS - len(decoding)
+        # Drafters' own planes do not follow a sequence that is larger than the device.
+        choices = [("off", 0) if s.num_ring else self.policy.choose(s, len(decoding)) for s in decoding]
+        shared = self.limits.shares_rows and all(self._may_share(sequence) for sequence in decoding)
         slots = []
-        for index, sequence in enumerate(decoding):
-            # Drafters' own planes do not follow a sequence that is larger than the device.
-            drafter, depth = ("off", 0) if sequence.num_ring else self.policy.choose(sequence, len(decoding))
-            share = spare_rows // (len(decoding) - index)
+        for index, (sequence, (drafter, depth)) in enumerate(zip(decoding, choices, strict=True)):
+            share = MAX_ROWS - len(decoding) if shared else spare_rows // (len(decoding) - index)
             room = sequence.prompt_tokens + sequence.request.max_tokens - sequence.length_bound_tokens - 1
             depth = max(0, min(depth, share) if self.limits.steady_depth else min(depth, share, room))
             spare_rows -= depth
             slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
             sequence.length_bound_tokens += 1 + depth
-        return VerifyPlan(tuple(slots))
+        return VerifyPlan(tuple(slots), MAX_ROWS if shared else None)
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        """Drafts that a thinking budget dictates need their rows, and so do those that somebody asked for."""
+        rule = sequence.request.thinking
+        return (rule is None or rule.budget_tokens is None) and not self.policy.wants_all(sequence)
