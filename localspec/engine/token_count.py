@@ -20,6 +20,10 @@ def with_token_count(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     nested = isinstance(config.get("text_config"), dict)
     text: Mapping[str, Any] = config["text_config"] if nested else config
     count = None if KEY in text else token_count(folder)
+    if count is not None:
+        # A token that ends answers counts even where the tokenizer's files forgot it.
+        ends = (text, config, _object(folder / "generation_config.json"))
+        count = max([count, *(1 + number for each in ends for number in _listed(each.get("eos_token_id")))])
     vocab = text.get("vocab_size")
     if count is None or type(vocab) is not int or count >= vocab:
         return dict(config)
@@ -43,6 +47,10 @@ def token_count(folder: Path) -> int | None:
     if isinstance(decoder, dict):
         ids += _natural(int(key) for key in decoder if isinstance(key, str) and key.isdecimal() and len(key) < 12)
     return max(ids) + 1
+
+
+def _listed(value: Any) -> list[int]:
+    return _natural(value if isinstance(value, list) else [value])
 
 
 def _natural(values: Iterable[Any]) -> list[int]:

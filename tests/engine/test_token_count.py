@@ -61,6 +61,15 @@ def test_the_config_has_the_last_word_and_counts_only_shrink(tmp_path: Path) -> 
     assert "num_token_ids" not in nested["text_config"]
 
 
+def test_a_token_that_ends_answers_stays(tmp_path: Path) -> None:
+    _write(tmp_path, {"a": 9})
+    assert with_token_count({"vocab_size": 128, "eos_token_id": [3, 50]}, tmp_path)["num_token_ids"] == 51
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [60, "x", -1]}')
+    assert with_token_count({"vocab_size": 128, "eos_token_id": 50}, tmp_path)["num_token_ids"] == 61
+    nested = with_token_count({"text_config": {"vocab_size": 128, "eos_token_id": 70}}, tmp_path)
+    assert nested["text_config"]["num_token_ids"] == 71
+
+
 @pytest.mark.parametrize("name", architectures())
 def test_padding_rows_are_never_sampled(name: str, tmp_path: Path) -> None:
     config = json.loads(json.dumps(architecture(name).tiny_config()))
