@@ -75,7 +75,7 @@ class ChatStore:
             raise ChatError(f"There is no chat {chat_id!r}: it may have been deleted elsewhere.")
         return _chat(row)
 
-    def chats(self, limit: int = 500) -> tuple[Chat, ...]:
+    def chats(self, limit: int = 5000) -> tuple[Chat, ...]:
         """Conversations, the latest changed first."""
         rows = self._connection.execute(
             f"SELECT {_CHAT_COLUMNS} FROM chats ORDER BY updated_s DESC, rowid DESC LIMIT ?", (limit,)

@@ -138,10 +138,11 @@ def _frame(data: dict[str, Any]) -> str:
 
 
 @asynccontextmanager
-async def listening(server: OtherServer) -> AsyncIterator[str]:
+async def listening(server: OtherServer, port: int = 0) -> AsyncIterator[str]:
     """Address of a running server; it is gone afterwards."""
     with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        here.bind(("127.0.0.1", port))
         config = uvicorn.Config(server.app(), log_level="error", lifespan="off", timeout_graceful_shutdown=1)
         running = uvicorn.Server(config)
         running.capture_signals = _no_signals  # type: ignore[method-assign, assignment]

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from localspec.api.remote import RemoteEngine, RemoteSettings
-from localspec.tui.panel_text import PanelState, full_lines
 from tests.tui.fakes import NARROW, ask, started, until
 from tests.tui.openai_server import OtherServer, listening, sglang_page, vllm_page
 
@@ -195,13 +194,24 @@ async def test_a_foreign_server_is_not_asked_for_its_models_all_the_time(tmp_pat
         await engine.aclose()
 
 
-async def test_a_foreign_server_that_comes_back_is_found(tmp_path: Path) -> None:
-    server = OtherServer(vllm_page)
-    async with listening(server) as address:
-        engine = RemoteEngine(RemoteSettings(address, poll_s=0.05))
-        await engine.wait_ready()
-    await until(lambda: engine.metrics().state == "loading" and engine.model() is None)
-    assert "trying again" in engine.metrics().stage
-    text = "\n".join(line.plain for line in full_lines(PanelState(None, engine.metrics()), 34))
-    assert "trying again" in text.replace("\n", " ")
-    await engine.aclose()
+async def test_a_foreign_server_that_goes_in_mid_answer_and_comes_back(tmp_path: Path) -> None:
+    port = Server().port
+    engine = RemoteEngine(RemoteSettings(f"http://127.0.0.1:{port}/v1", poll_s=0.05))
+    async with started(engine, tmp_path) as (app, pilot):
+        async with listening(OtherServer(vllm_page, "word " * 2000, tok_per_s=100), port):
+            await engine.wait_ready()
+            await pilot.press("q", "enter")
+            await until(lambda: "word" in app.chat.transcript.plain_text)
+        await until(lambda: not app.chat.busy)
+        broken = app.chat.conversation.messages[-1]
+        assert broken.state == "error" and broken.content.startswith("word")
+        await until(lambda: "the text so far is kept" in app.chat.transcript.plain_text.replace("\n", " "))
+        await until(lambda: engine.metrics().state == "loading" and engine.model() is None)
+        assert "trying again" in engine.metrics().stage and engine.metrics().tok_per_s == 0
+        app.chat.sample()
+        await pilot.pause()
+        assert "trying again" in app.chat.query_one("#panel").plain_text.replace("\n", " ")
+        async with listening(OtherServer(vllm_page, "A whole answer."), port):
+            await pilot.press("ctrl+g")
+            await until(lambda: "A whole answer." in app.chat.transcript.plain_text, 20)
+            await engine.aclose()

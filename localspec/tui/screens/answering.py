@@ -14,7 +14,8 @@ from localspec.tui.widgets.transcript import Transcript
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
 
-UPDATES_PER_S = 10
+# Each update repaints the terminal below it; at 10 a second a large terminal took 5% of a busy core.
+UPDATES_PER_S = 8
 
 
 class Answering:
