@@ -30,7 +30,8 @@ def _loaded(folder: Path) -> tuple[list[torch.Tensor], str]:
         drafter: Any = drafter_module("mtp").build(dataclasses.replace(setup, checkpoint=checkpoint, folder=folder))
     assert ops.store is None if isinstance(checkpoint, PackedCheckpoint) else True  # type: ignore[attr-defined]
     torch.cuda.synchronize()
-    return list(_tensors([model, drafter._network], set())), type(checkpoint).__name__
+    # Scratch of the back end is no weight.
+    return list(_tensors([model, drafter._network], {id(ops)})), type(checkpoint).__name__
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -38,6 +39,7 @@ def test_both_starts_have_the_weights_of_the_source(
     tmp_path: Path, quantised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _folder("qwen3_5", tmp_path, quantised)
+    monkeypatch.setattr("localspec.engine.build.check_kernels", lambda *_: None)
     with monkeypatch.context() as patched:
         patched.setattr(packed_weights, "can_pack", lambda: False)
         plain, kind = _loaded(folder)
@@ -50,5 +52,5 @@ def test_both_starts_have_the_weights_of_the_source(
     for one, two, three in zip(plain, first, second, strict=True):
         assert one.device == two.device == three.device and one.is_pinned() == two.is_pinned()
         for other in (two, three):
-            if one.dtype != torch.int32:  # tickets and other scratch
-                assert torch.equal(other.view(-1).view(torch.uint8), one.contiguous().view(-1).view(torch.uint8))
+            assert other.dtype == one.dtype and other.shape == one.shape
+            assert torch.equal(other.view(-1).view(torch.uint8), one.contiguous().view(-1).view(torch.uint8))
