@@ -14,11 +14,11 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, ModelRow, SpillIndex
 from localspec.cache.spill_keys import id_bytes
+from localspec.cache.spill_limits import SpillLimits
 from localspec.cache.spill_lookup import Either, Found, Known, ModelIdentity, find
 from localspec.cache.spill_order import MakeRoom, remove_with_dependants
 from localspec.cache.spill_rebuild import rebuild
@@ -34,15 +34,6 @@ LAYOUTS = {SEGMENT: "segment", STATE: "state"}
 LITTER_AGE_S = 600.0
 """A file without a row is younger than this only while its writer is about to add the row."""
 RETRY_S = 60.0
-
-
-@dataclass(frozen=True)
-class SpillLimits:
-    """`cap_bytes` None takes the smaller of 100 GB and a fifth of what is free (with what is stored) at start."""
-
-    cap_bytes: int | None = None
-    min_free_bytes: int = 10_000_000_000
-    daily_write_bytes: int = 100_000_000_000
 
 
 class SpillStore:

@@ -9,13 +9,10 @@ import contextlib
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from localspec.cache.spill_index import SEGMENT, STATE, Block, SpillIndex
+from localspec.cache.spill_limits import SpillLimits
 from localspec.storage.blockfile import BlockStore
-
-if TYPE_CHECKING:
-    from localspec.cache.spill import SpillLimits
 
 
 class NoRoom(Exception):

@@ -9,6 +9,7 @@ import click
 
 from localspec.cache.spill_admin import SpillAdmin, sweep_all
 from localspec.cache.spill_index import INDEX_ERRORS
+from localspec.cache.spill_limits import ChosenLimits, read_limits, write_limits
 from localspec.commands.common import fail, gib, print_json, settings
 from localspec.commands.options import json_option
 
@@ -112,6 +113,40 @@ def cache_wipe(yes: bool, as_json: bool) -> None:
         print_json({"deleted_bytes": stored_bytes})
     else:
         click.echo(f"{gib(stored_bytes)} deleted")
+
+
+@cache.command("limit")
+@click.option("--size-gib", "cap", type=click.FloatRange(0, 1 << 20), help="Most that may lie on disk.")
+@click.option("--free-gib", "free", type=click.FloatRange(0, 1 << 20), help="What must stay free on the disk.")
+@click.option("--daily-gib", "daily", type=click.FloatRange(0, 1 << 20), help="Most that is written in a day.")
+@click.option("--memory-gib", "memory", type=click.FloatRange(0, 1 << 20), help="Most that copies in memory take.")
+@click.option("--usual", is_flag=True, help="Back to the usual limits.")
+@json_option
+def cache_limit(
+    cap: float | None, free: float | None, daily: float | None, memory: float | None, usual: bool, as_json: bool
+) -> None:
+    """Show or set what the cache may take. An engine reads it when it starts."""
+    folder = settings().paths.kv_dir
+    asked = {"cap_bytes": cap, "min_free_bytes": free, "daily_write_bytes": daily, "host_bytes": memory}
+    given = {name: int(value * (1 << 30)) for name, value in asked.items() if value is not None}
+    chosen = dataclasses.replace(ChosenLimits() if usual else read_limits(folder), **given)
+    if given or usual:
+        try:
+            write_limits(folder, chosen)
+        except OSError as error:
+            fail(f"the limits cannot be kept in {folder}: {error}")
+    disk = chosen.of_disk()
+    if as_json:
+        print_json({**dataclasses.asdict(disk), "host_bytes": chosen.host_bytes})
+        return
+    click.echo(
+        f"on disk         {gib(disk.cap_bytes) if disk.cap_bytes is not None else 'a fifth of it, at most 100 GB'}"
+    )
+    click.echo(f"left free       {gib(disk.min_free_bytes)}")
+    click.echo(f"written a day   {gib(disk.daily_write_bytes)}")
+    click.echo(
+        f"copies in memory {gib(chosen.host_bytes) if chosen.host_bytes is not None else 'a share of what is free'}"
+    )
 
 
 def _open() -> SpillAdmin | None:

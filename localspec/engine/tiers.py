@@ -25,6 +25,7 @@ from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore
 from localspec.cache.spill_index import INDEX_ERRORS
 from localspec.cache.spill_keys import fingerprint
+from localspec.cache.spill_limits import read_limits
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
 from localspec.engine.metrics import MetricsRecorder
@@ -298,6 +299,14 @@ class TierLimits:
     disk: SpillLimits = field(default_factory=SpillLimits)
     host_bytes: int | None = None
 
+    def or_chosen(self, folder: Path) -> TierLimits:
+        """With what the user chose for a cache directory, where nothing else is said here."""
+        chosen = read_limits(folder)
+        return TierLimits(
+            chosen.of_disk() if self.disk == SpillLimits() else self.disk,
+            chosen.host_bytes if self.host_bytes is None else self.host_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class CacheOwner:
@@ -322,6 +331,7 @@ def open_tiers(
     copies = BlockBytes(specs, pool, owner.device)
     if not copies.token_bytes:
         return NoTiers()
+    limits = limits.or_chosen(folder)
     identity = ModelIdentity(
         fingerprint=fingerprint(layout_parts(specs, owner.backend)),
         model_id=owner.model_id,

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from localspec.cache.spill import SpillStore
+from localspec.cache.spill_limits import ChosenLimits, SpillLimits, read_limits
 from localspec.commands.cache import cache
 from tests.cache.test_spill import WIDE, identity, ids_of, write
 
@@ -70,3 +71,25 @@ def test_an_index_beyond_repair_can_be_wiped(home: Path) -> None:
     (home / "cache" / "kv" / "index.sqlite3").write_bytes(b"junk" * 5000)
     call("wipe", "--yes")
     assert not list((home / "cache").rglob("*.blk"))
+
+
+def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = home / "cache" / "kv"
+    assert json.loads(call("limit", "--json")) == {
+        "cap_bytes": None, "min_free_bytes": 10**10, "daily_write_bytes": 10**11, "host_bytes": None
+    }  # fmt: skip
+    assert not folder.exists(), "looking creates nothing"
+    call("limit", "--size-gib", "2", "--memory-gib", "0.5")
+    call("limit", "--daily-gib", "0")
+    assert read_limits(folder) == ChosenLimits(2 << 30, None, 0, 1 << 29)
+    assert "2.0 GiB" in call("limit") and (folder / "limits.json").stat().st_mode & 0o777 == 0o600
+    call("limit", "--size-gib", "-1", code=2)
+    assert read_limits(folder).of_disk() == SpillLimits(2 << 30, 10**10, 0)
+    for damage in ('{"cap_bytes": -1}', '{"cap_bytes": true}', "[]", "{", '{"host_bytes": 1e30}'):
+        (folder / "limits.json").write_text(damage)
+        assert read_limits(folder) == ChosenLimits()
+    assert "usual limits hold" in caplog.text
+    call("limit", "--size-gib", "2")
+    call("limit", "--usual")
+    assert read_limits(folder) == ChosenLimits()
+    call("wipe", "--yes")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from localspec.cache.spill import SpillLimits
+from localspec.cache.spill_limits import ChosenLimits, write_limits
 from localspec.engine.build import Assembled
-from localspec.engine.tiers import HostAndDisk
+from localspec.engine.tiers import HostAndDisk, TierLimits
 from tests.engine.tier_machine import LAW, Machine, compare_tiers, eager, facts, leave_only, prompt_ids, usable, wait
 from tests.helpers.engine import make_request, run
 
@@ -125,3 +126,10 @@ def test_caps_of_a_full_disk_do_not_reach_memory(machine: Machine, tmp_path: Pat
         [again] = run(parts, [make_request(first, max_tokens=4)])
         assert again.cached_tokens == usable(parts, 300)
         assert parts.metrics.snapshot().tiers["ssd_bytes"] == 0
+
+
+def test_chosen_limits_hold_where_nothing_else_is_said(tmp_path: Path) -> None:
+    write_limits(tmp_path, ChosenLimits(cap_bytes=5 << 20, host_bytes=1 << 20))
+    assert TierLimits().or_chosen(tmp_path) == TierLimits(SpillLimits(5 << 20), 1 << 20)
+    said = TierLimits(SpillLimits(cap_bytes=7, min_free_bytes=0), 3)
+    assert said.or_chosen(tmp_path) == said
