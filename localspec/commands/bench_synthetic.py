@@ -19,12 +19,12 @@ def bench_synthetic(model: str, device: str, as_json: bool) -> None:
     import torch
 
     from localspec.api.types import EngineError
-    from localspec.engine.synthetic_bench import SyntheticBench, SyntheticPlan
+    from localspec.engine.synthetic_bench import SyntheticBench, plan_for
 
     config = synthetic_config(settings(), model)
     click.echo(f"{model}: random weights at full size; what the model says means nothing", err=True)
     try:
-        plan = SyntheticPlan(model, config, device)
+        plan = plan_for(model, config, device)
         document = SyntheticBench(plan, lambda text: click.echo(text, err=True)).run()
     except EngineError as error:
         fail_engine(error)

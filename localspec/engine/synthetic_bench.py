@@ -9,17 +9,20 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from localspec.api.types import EngineError
 from localspec.core.records import GRAPH_ROWS, MAX_SLOTS
 from localspec.drafters import Drafter, DrafterSetup, drafter_module
 from localspec.engine.build import EngineOptions, assemble, cache_dtype, resolve_device
@@ -40,6 +43,8 @@ PUBLISHED_MTP = (0.917, 0.837, 0.648, 0.538, 0.451, 0.348)
 """Share of drafts of Qwen's own MTP block that were accepted, by position, as published for 27B."""
 GIB = 2**30
 DRAFT_HEAD_ROWS = 32768
+CPU_BYTES_PER_VALUE = 4.5
+"""The CPU back end computes in float32, with some air."""
 MARGIN_TOKENS = 4096
 """Of the context limit beyond the longest one measured."""
 Say = Callable[[str], None]
@@ -67,6 +72,24 @@ class SyntheticPlan:
     read_bytes: int = 8 << 30
     matmul_size: int = 8192
     time_limit_s: float = 480.0
+
+
+def plan_for(model: str, config: Mapping[str, Any], device: str, kv_cache: str = "auto") -> SyntheticPlan:
+    """What is measured on a device: on a CPU less of everything. Raises EngineError where its memory is too small."""
+    plan = SyntheticPlan(model, config, device, kv_cache)
+    if resolve_device(device) != "cpu":
+        return plan
+    needed_bytes = int(CPU_BYTES_PER_VALUE * sum(map(math.prod, tensor_shapes(config).values())))
+    available_bytes = psutil.virtual_memory().available
+    if needed_bytes > available_bytes:
+        raise EngineError(
+            "machine_cannot",
+            f"{model} at full size takes {needed_bytes / 1e9:.0f} GB of this computer's memory, "
+            f"{available_bytes / 1e9:.0f} are free; measure a smaller model, or one on a card.",
+        )
+    sizes: dict[str, Any] = {"contexts": (512, 2048), "prefills": (512,), "repeats": 5, "chunk_tokens": 256}
+    sizes |= {"decode_tokens": 64, "decode_prompt_tokens": 128, "read_bytes": 1 << 30, "matmul_size": 1024}
+    return replace(plan, **sizes)
 
 
 @dataclass

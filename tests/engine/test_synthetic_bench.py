@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from localspec.api.types import EngineError
 from localspec.engine import synthetic_decode
 from localspec.engine.step_profile import GAPS, REST, group_of, group_table, verdict
-from localspec.engine.synthetic_bench import SyntheticBench, SyntheticPlan, prefill_flop_per_token
+from localspec.engine.synthetic_bench import SyntheticBench, SyntheticPlan, plan_for, prefill_flop_per_token
 from localspec.hub.catalogue import load_catalogue
 from localspec.models import architecture
 from localspec.runner.synthetic import CONFIGS, QWEN3_5_27B, SyntheticCheckpoint, known_config, tensor_shapes
@@ -74,6 +75,15 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.
     monkeypatch.setattr("localspec.engine.step_bench.StepBench.prefill_tok_per_s", broken)
     document = SyntheticBench(replace(PLAN, contexts=(128,), depths=())).run()
     assert document["failed"] == ["prefill_130"] and "decode_off" in document
+
+
+def test_a_cpu_measures_less_and_no_model_that_it_cannot_hold() -> None:
+    plan = plan_for("tiny", small_hybrid(), "cpu")
+    assert plan.contexts == (512, 2048) and plan.read_bytes == 1 << 30 and plan.device == "cpu"
+    huge = {**QWEN3_5_27B, "text_config": QWEN3_5_27B["text_config"] | {"num_hidden_layers": 4000}}
+    with pytest.raises(EngineError, match=r"takes \d{4} GB of this computer's memory") as caught:
+        plan_for("huge", huge, "cpu")
+    assert caught.value.code == "machine_cannot"
 
 
 def test_what_no_time_is_left_for_is_named() -> None:
