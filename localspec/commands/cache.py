@@ -139,14 +139,12 @@ def cache_limit(
     if as_json:
         print_json({**dataclasses.asdict(disk), "host_bytes": chosen.host_bytes})
         return
-    click.echo(
-        f"on disk         {gib(disk.cap_bytes) if disk.cap_bytes is not None else 'a fifth of it, at most 100 GB'}"
-    )
-    click.echo(f"left free       {gib(disk.min_free_bytes)}")
-    click.echo(f"written a day   {gib(disk.daily_write_bytes)}")
-    click.echo(
-        f"copies in memory {gib(chosen.host_bytes) if chosen.host_bytes is not None else 'a share of what is free'}"
-    )
+    size = "a fifth of what is free, at most 100 GB" if disk.cap_bytes is None else gib(disk.cap_bytes)
+    memory_size = "a share of what is free" if chosen.host_bytes is None else gib(chosen.host_bytes)
+    click.echo(f"on disk           {size}")
+    click.echo(f"left free there   {gib(disk.min_free_bytes)}")
+    click.echo(f"written in a day  {gib(disk.daily_write_bytes)}")
+    click.echo(f"copies in memory  {memory_size}")
 
 
 def _open() -> SpillAdmin | None:
