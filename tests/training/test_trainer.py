@@ -105,3 +105,15 @@ def test_a_damaged_store_is_refused(store: AnswerStore, tmp_path: Path) -> None:
     (tmp_path / "index.bin").write_bytes(bytes(8) + (99).to_bytes(8, "little") * 3)
     with pytest.raises(ValueError, match="damaged"):
         AnswerStore(tmp_path)
+
+
+def test_a_training_goes_on_from_a_finished_drafter(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
+    first = Recipe("dspark", steps=6, draft_vocab_size=80, tokens_per_batch=600, learning_rate=1e-2, block_size=5)
+    config = read_config(target.folder)
+    made = train(first, target.dense, config, store, tmp_path / "first", lambda line: None)
+    further = replace(first, steps=1, learning_rate=1e-6, start_from=str(tmp_path / "first"), draft_vocab_size=40)
+    found = train(further, target.dense, config, store, tmp_path / "further", lambda line: None)
+    assert found.drafter.vocabulary.size == 80
+    # BF16 and one tiny step apart.
+    assert abs(found.report["untrained_length"] - made.report["length"]) < 0.02
+    assert abs(found.report["length"] - made.report["length"]) < 0.02
