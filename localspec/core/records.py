@@ -93,13 +93,18 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class VerifyPlan:
-    """A step that carries every decoding sequence, zero drafts included."""
+    """A step that carries every decoding sequence, zero drafts included.
+
+    row_budget: rows of the whole step, which the likeliest drafts of all slots get; None: every draft has its row.
+    """
 
     slots: tuple[SlotPlan, ...]
+    row_budget: int | None = None
 
     @property
     def num_rows(self) -> int:
-        return sum(1 + slot.num_drafts for slot in self.slots)
+        wanted = sum(1 + slot.num_drafts for slot in self.slots)
+        return wanted if self.row_budget is None else min(wanted, self.row_budget)
 
     @property
     def graph_key(self) -> GraphKey:
@@ -135,6 +140,7 @@ class Draft:
     origins: [S, K] int64, device; index into `origin_names`.
     num_drafts: [S] int64, device; leading drafts of each slot that are not -1.
     confidence: [S, K] float32, device, or None: estimated probability of acceptance given the ones before.
+    num_offered: [S] int64, device: drafts before some were cut as not worth a row; None: none were.
     """
 
     token_ids: Tensor
@@ -142,6 +148,7 @@ class Draft:
     num_drafts: Tensor
     origin_names: tuple[str, ...]
     confidence: Tensor | None = None
+    num_offered: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,8 @@ class StepResult:
 class SlotResult:
     """The host's copy of a step's result for one slot, as the scheduler and the text stage read it.
 
-    drafted_by: the origin of each verified draft, accepted or not; confidence: what its drafter said of it.
+    drafted_by: the origin of each verified draft, accepted or not; confidence: what its drafter said of it;
+    num_offered: drafts before some were cut as not worth a row, None: none were.
     """
 
     slot: int
@@ -228,3 +236,4 @@ class SlotResult:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     drafted_by: tuple[str, ...] = ()
     confidence: tuple[float, ...] = ()
+    num_offered: int | None = None

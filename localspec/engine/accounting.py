@@ -14,7 +14,8 @@ from localspec.core.records import Request, SlotResult
 from localspec.engine.metrics import MetricsRecorder, RequestClock, StepCount
 from localspec.engine.ring import Landed
 from localspec.engine.shadow import TextShadow
-from localspec.engine.tuner import OFF, Arm, Tuner
+from localspec.engine.tuner import CONTEXT_BUCKET_TOKENS, OFF, Arm, Tuner
+from localspec.engine.verify_schedule import VerifySchedule
 from localspec.scheduler.sequence import Sequence
 
 
@@ -28,11 +29,12 @@ class Counted(Protocol):
 
 @dataclass
 class StepAccounting:
-    """`lag`: windows between a result and the plan that knows it."""
+    """`lag`: windows between a result and the plan that knows it; `schedule`: learns too, where there is one."""
 
     tuner: Tuner
     metrics: MetricsRecorder
     lag: int
+    schedule: VerifySchedule | None = None
 
     def __post_init__(self) -> None:
         self._shadows: dict[int, TextShadow] = {}
@@ -52,7 +54,11 @@ class StepAccounting:
                 continue
             sequence = ticket.sequence
             contexts.append(sequence.length_bound_tokens)
-            phase = self.tuner.see_window(sequence, active, arm, result.drafted_by, result.num_accepted)
+            phase = self.tuner.see_window(
+                sequence, active, arm, result.drafted_by, result.num_accepted, result.num_offered
+            )
+            if self.schedule is not None:
+                self.schedule.see(result.drafted_by, result.confidence, result.num_accepted)
             self._follow(sequence, active, result)
             plain_ms = self._plain_ms(result, sequence, active, landed.verify_ms)
             _count_request(ticket.clock, result, landed, now, plain_ms)
@@ -60,6 +66,9 @@ class StepAccounting:
         ran = landed.outcome.ran
         rows = ran.graph_key.num_rows if self.tuner.fixed_rows else ran.num_rows
         self.tuner.see_step(max(contexts), rows, arms, landed.draft_ms, landed.verify_ms)
+        if self.schedule is not None:
+            self.schedule.verify_ms = self.tuner.known.verify_curve(max(contexts) // CONTEXT_BUCKET_TOKENS)
+            self.schedule.draft_ms = landed.draft_ms
         self.metrics.count_step(counts, landed.draft_ms, landed.verify_ms)
 
     def _follow(self, sequence: Sequence, active: int, result: SlotResult) -> None:

@@ -40,6 +40,7 @@ from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
 from localspec.engine.token_count import with_token_count
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore
+from localspec.engine.verify_schedule import VerifySchedule
 from localspec.engine.warm_up import warm_up
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
@@ -210,8 +211,8 @@ def assemble(
     if layout.cold_pages:
         table_pages = runner.state.block_tables.shape[1]
         runner.cold = cold_pages_for(pool, model.cache_spec, layout.cold_pages, table_pages)
-    drafter_set = DrafterSet(drafters, pool, ops.device)
-    tuner = _tuner(drafter_set, options, fixed_rows=not ops.waits)
+    drafter_set = DrafterSet(drafters, pool, ops.device, VerifySchedule() if ops.waits else None)
+    tuner = _tuner(drafter_set, options, host_knows=ops.waits)
     pages = PagePool(memory.num_pages)
     scheduler = Scheduler(
         pool=pages,
@@ -332,7 +333,7 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
 
 def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
-    limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued)
+    limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=ops.waits)
     if ops.device.type != "cpu":
         limits = replace(
             limits, chunk_tokens=GPU_CHUNK_TOKENS, shared_chunk_tokens=GPU_SHARED_CHUNK_TOKENS, steady_depth=True
@@ -340,13 +341,19 @@ def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: i
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 
-def _tuner(drafters: DrafterSet, options: EngineOptions, fixed_rows: bool) -> Tuner:
+def _tuner(drafters: DrafterSet, options: EngineOptions, host_knows: bool) -> Tuner:
     # A table speaks only after long matches, so it goes before whatever speaks more often.
     chains = [f"{NGRAM_DISK}+{name}" for name in drafters.names if name != NGRAM_DISK and drafters.knows(NGRAM_DISK)]
     # A sure match in the text itself goes before a drafter with weights.
     chains += [f"ngram+{name}" for name in drafters.names if drafter_module(name).needs_weights]
     limits = {name: drafters.max_depth(name) for name in (*drafters.names, *chains)}
-    return Tuner(limits, default_drafter=options.drafter, default_depth=options.depth, fixed_rows=fixed_rows)
+    return Tuner(
+        limits,
+        default_drafter=options.drafter,
+        default_depth=options.depth,
+        fixed_rows=not host_knows,
+        shares_rows=host_knows,
+    )
 
 
 def _first_snapshot(memory: MemoryLayout, ops: Ops, limit: int, options: EngineOptions) -> MetricsSnapshot:

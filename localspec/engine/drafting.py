@@ -16,6 +16,7 @@ from localspec.cache.pool import CachePool
 from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, VerifyPlan
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, Extender
+from localspec.engine.verify_schedule import VerifySchedule, chosen_by_host
 
 NO_CACHE = Cache({}, {})
 SMALLEST_CORPUS_TOKENS = 512
@@ -42,7 +43,15 @@ def union_of_needs(drafters: Mapping[str, Drafter]) -> HiddenNeeds:
 class DrafterSet:
     """Loaded drafters by name. `off` needs no drafter."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], pool: CachePool, device: torch.device) -> None:
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        pool: CachePool,
+        device: torch.device,
+        schedule: VerifySchedule | None = None,
+    ) -> None:
+        """schedule: chooses among the drafts of plans with a row budget, where the host sees them; None: none does."""
+        self.schedule = schedule
         self._drafters = dict(drafters)
         self._pool = pool
         self._device = device
@@ -78,6 +87,8 @@ class DrafterSet:
                 draft = self._speak(self._drafters[part], role, plan, state, draft)
             if len(parts) > 1:
                 draft = self._go_on(parts, _Role(chain, only_sure=True, sampled=sampled), plan, state, draft)
+        if plan.row_budget is not None and self.schedule is not None:
+            draft = chosen_by_host(draft, [slot.slot for slot in plan.slots], self.schedule)
         return draft
 
     def corpus_bound(self) -> int:

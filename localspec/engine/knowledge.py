@@ -43,10 +43,11 @@ class Learnt:
 @dataclass
 class Knowledge:
     """`depth_limits` maps each method or chain to its greatest depth. `fixed_rows`: a step runs as many rows as were
-    planned, whatever was drafted (captured graphs)."""
+    planned, whatever was drafted (captured graphs). `shares_rows`: sequences may ask for more than their share."""
 
     depth_limits: Mapping[str, int]
     fixed_rows: bool = False
+    shares_rows: bool = False
     learnt: Learnt = field(default_factory=Learnt)
 
     def see_window(self, arm: Arm, phase: str, drafted_by: Sequence[str], accepted: int, in_use: bool = True) -> bool:
@@ -127,7 +128,7 @@ class Knowledge:
 
     def room(self, num_active: int) -> int:
         """Drafts that each of so many sequences has room for."""
-        return (MAX_ROWS - num_active) // num_active
+        return MAX_ROWS - num_active if self.shares_rows else (MAX_ROWS - num_active) // num_active
 
     def verify_curve(self, bucket: int) -> list[float]:
         """See `StepCosts`; from this bucket of contexts, else from the nearest, scaled by what both have measured."""

@@ -59,6 +59,7 @@ class ResultRing:
             "top_ids": result.top_ids,
             "top_logprobs": result.top_logprobs,
             "confidence": outcome.draft.confidence,
+            "num_offered": outcome.draft.num_offered,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         event = None
@@ -122,6 +123,7 @@ def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
                 top=_top(values, s, count),
                 drafted_by=tuple(drafters[code] for code in values["draft_origins"][s][:drafted]),
                 confidence=tuple(values["confidence"][s][:drafted]) if "confidence" in values else (),
+                num_offered=int(values["num_offered"][s]) if "num_offered" in values else None,
             )
         )
     return tuple(slots)

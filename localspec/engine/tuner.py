@@ -68,13 +68,14 @@ class Work:
 @dataclass
 class Tuner:
     """Implements the scheduler's DepthPolicy. `depth_limits` maps each method or chain to its greatest depth;
-    `fixed_rows`: see `Knowledge`."""
+    `fixed_rows`, `shares_rows`: see `Knowledge`."""
 
     depth_limits: dict[str, int]
     settings: TunerSettings = TunerSettings()
     default_drafter: str = "auto"
     default_depth: int | None = None
     fixed_rows: bool = False
+    shares_rows: bool = False
     reason: str = "not started"
     chosen: Arm = OFF
     """What was chosen last, for the panel."""
@@ -82,11 +83,13 @@ class Tuner:
     """By phase and number of active sequences."""
     known: Knowledge = field(init=False)
     _echoing: set[int] = field(default_factory=set)
+    _hearing: set[int] = field(default_factory=set)
+    """Sequences whose last choice was made to hear a method."""
     _flights: dict[int, deque[str]] = field(default_factory=dict)
     """Phases of the windows of each sequence whose results are not known yet."""
 
     def __post_init__(self) -> None:
-        self.known = Knowledge(self.depth_limits, self.fixed_rows)
+        self.known = Knowledge(self.depth_limits, self.fixed_rows, self.shares_rows)
 
     @property
     def learnt(self) -> Learnt:
@@ -108,9 +111,25 @@ class Tuner:
         self.chosen = method, best_depth if depth is None else min(depth, self.depth_limits.get(method, 0))
         return self.chosen
 
-    def see_window(self, sequence: Sequence, num_active: int, arm: Arm, drafted_by: Words[str], accepted: int) -> str:
+    def wants_all(self, sequence: Sequence) -> bool:
+        """Whether all drafts of the window just chosen are to be verified: request or user fixed method or depth, or a
+        method is being heard."""
+        request = sequence.request
+        fixed = request.depth is not None or self.default_depth is not None
+        by_hand = fixed or request.drafter != "auto" or self.default_drafter != "auto"
+        return by_hand or sequence.id in self._hearing
+
+    def see_window(
+        self,
+        sequence: Sequence,
+        num_active: int,
+        arm: Arm,
+        drafted_by: Words[str],
+        accepted: int,
+        offered: int | None = None,
+    ) -> str:
         """A window of this sequence was verified: its drafts had these origins, and the first `accepted` stood. Returns
-        the phase that it was planned in."""
+        the phase that it was planned in. offered: drafts before some were cut; None: none were."""
         flights = self._flights.get(sequence.id)
         phase = flights.popleft() if flights else sequence.phase
         method, depth = arm
@@ -124,6 +143,11 @@ class Tuner:
         if hearing is not None and arm == hearing.arm and (drafted_by or method in COPYING):
             hearing.wanted -= 1
         in_use = hearing is None and arm == work.current
+        if offered is not None and offered > len(drafted_by):
+            # What was cut tells nothing; the window is as if no more had been asked for.
+            if not drafted_by:
+                return phase
+            arm = method, len(drafted_by)
         if self.known.see_window(arm, phase, drafted_by, accepted, in_use):
             self._alarm(phase)
         return phase
@@ -168,6 +192,7 @@ class Tuner:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._echoing.discard(sequence.id)
+        self._hearing.discard(sequence.id)
         self._flights.pop(sequence.id, None)
 
     def reset(self) -> None:
@@ -221,6 +246,7 @@ class Tuner:
             work.step += 1
             self._decide(work, phase, num_active, bucket)
         work.round_ids.add(sequence_id)
+        (self._hearing.discard if work.hearing is None else self._hearing.add)(sequence_id)
         return work.hearing.arm if work.hearing is not None else work.current
 
     def _decide(self, work: Work, phase: str, num_active: int, bucket: int) -> None:

@@ -325,10 +325,10 @@ class Scheduler:
         choices = [("off", 0) if s.num_ring else self.policy.choose(s, len(decoding)) for s in decoding]
         shared = self.limits.shares_rows and all(self._may_share(sequence) for sequence in decoding)
         slots = []
-        for index, (sequence, (drafter, depth)) in enumerate(zip(decoding, choices, strict=True)):
+        for index, (sequence, (drafter, wanted)) in enumerate(zip(decoding, choices, strict=True)):
             share = MAX_ROWS - len(decoding) if shared else spare_rows // (len(decoding) - index)
             room = sequence.prompt_tokens + sequence.request.max_tokens - sequence.length_bound_tokens - 1
-            depth = max(0, min(depth, share) if self.limits.steady_depth else min(depth, share, room))
+            depth = max(0, min(wanted, share) if self.limits.steady_depth else min(wanted, share, room))
             spare_rows -= depth
             slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
             sequence.length_bound_tokens += 1 + depth

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from localspec.api.types import Sampling
 from localspec.cache.pages import PagePool
 from localspec.cache.prefix import PrefixTree
-from localspec.core.records import MAX_ROWS, PrefillPlan, Request, SlotResult, VerifyPlan
+from localspec.core.records import MAX_ROWS, PrefillPlan, Request, SlotResult, ThinkingRule, VerifyPlan
 from localspec.scheduler.scheduler import Limits, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -19,11 +21,17 @@ class FixedDepth:
     def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
         return "ngram", self.depth
 
+    def wants_all(self, sequence: Sequence) -> bool:
+        return sequence.request.depth is not None
 
-def make(depth: int = 4, num_pages: int = 200, context: int = 1024, max_queued: int = 8) -> Scheduler:
+
+def make(
+    depth: int = 4, num_pages: int = 200, context: int = 1024, max_queued: int = 8, shares_rows: bool = False
+) -> Scheduler:
     pool = PagePool(num_pages)
     tree = PrefixTree(pool, 4, lambda snapshot: None)
-    return Scheduler(pool, tree, Limits(context, max_queued), FixedDepth(depth), needs_state=False)
+    limits = Limits(context, max_queued, shares_rows=shares_rows)
+    return Scheduler(pool, tree, limits, FixedDepth(depth), needs_state=False)
 
 
 def request(length: int = 10, max_tokens: int = 50, first: int = 0) -> Request:
@@ -219,3 +227,32 @@ def test_chunks_beside_a_stream_follow_the_measured_time() -> None:
         else:
             emit(scheduler, plan, 1)
     assert sizes[0] == 64 and sizes[-1] == 256 and stream.stage is Stage.DECODE
+
+
+def test_rows_are_shared_by_worth_where_nobody_fixed_them() -> None:
+    scheduler = make(depth=7, shares_rows=True)
+    for number in range(3):
+        scheduler.add(request(first=100 * number))
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan) and plan.row_budget == MAX_ROWS
+    assert [slot.num_drafts for slot in plan.slots] == [7, 7, 7] and plan.num_rows == MAX_ROWS
+    assert plan.graph_key.num_rows == MAX_ROWS
+    fixed = replace(request(first=900), depth=7)
+    scheduler.add(fixed)
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan) and plan.row_budget is None and plan.num_rows <= MAX_ROWS
+
+
+def test_rows_are_not_shared_where_a_budget_may_dictate_drafts() -> None:
+    scheduler = make(depth=7, shares_rows=True)
+    rule = ThinkingRule(budget_tokens=5, start_ids=(1,), end_ids=(2,), open_at_start=False)
+    scheduler.add(replace(request(), thinking=rule))
+    scheduler.add(request(first=300))
+    admit_all(scheduler)
+    finish_prefill(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, VerifyPlan) and plan.row_budget is None and plan.num_rows <= MAX_ROWS
