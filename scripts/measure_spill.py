@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
@@ -27,6 +26,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from device_tiers import disk_rate, forget_pages
 
 from localspec.api.types import Sampling
 from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore
@@ -117,31 +118,6 @@ def turns_of(model_dir: Path, kv_dir: Path) -> dict[str, object]:
     return {"turns": rows, "least_less_from_turn_2": min(row["less"] for row in rows[1:])}
 
 
-def forget_pages(folder: Path) -> None:
-    """Ask the kernel to drop the files from its page cache."""
-    for path in folder.rglob("*.blk"):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def disk_rate(folder: Path) -> float:
-    """Bytes/s of reading the block files one after the other past the page cache."""
-    from localspec.storage.aio import AsyncReader, OpenFile, Priority
-
-    paths = sorted(folder.rglob("*.blk"))
-    with AsyncReader(threads=2, buffer_cap_bytes=64 << 20) as reader:
-        started_s, total = time.perf_counter(), 0
-        for path in paths:
-            file = OpenFile(path)
-            for offset in range(0, file.size_bytes, 8 << 20):
-                length = min(8 << 20, file.size_bytes - offset)
-                reader.submit(file, offset, length, priority=Priority.BULK).result()
-                total += length
-        return total / (time.perf_counter() - started_s)
-
-
 def reopen(model_dir: Path, kv_dir: Path, num_tokens: int) -> dict[str, float]:
     generator = random.Random(3)
     ids = [generator.randrange(1000, 40_000) for _ in range(num_tokens)]
@@ -153,7 +129,7 @@ def reopen(model_dir: Path, kv_dir: Path, num_tokens: int) -> dict[str, float]:
         raise SystemExit("the restored chat gave other tokens; no figure stands")
     stored = sum(path.stat().st_size for path in kv_dir.rglob("*.blk"))
     forget_pages(kv_dir)
-    rate = disk_rate(kv_dir)
+    rate, _ = disk_rate(kv_dir)
     bar_s = 1.3 * stored / rate + 0.1
     return {
         "tokens": num_tokens,

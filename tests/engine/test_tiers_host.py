@@ -52,6 +52,16 @@ def test_half_from_memory_and_half_from_disk(machine: Machine, tmp_path: Path) -
         assert parts.scheduler.needs_state or figures["host_restore_mb_per_s"] > 0
 
 
+def test_memory_that_the_driver_does_not_pin_goes_through_the_ring(machine: Machine, tmp_path: Path) -> None:
+    first = prompt_ids(4, 300)
+    with machine.engine(tmp_path / "kv") as parts:
+        tiers_of(parts)._memory.needs_ring = True
+        [one] = run(parts, [make_request(first, max_tokens=4, logprobs=0)])
+        leave_only(parts, "host")
+        [again] = run(parts, [make_request(first, max_tokens=4, logprobs=0)])
+        assert facts([again]) == facts([one]) and again.cached_tokens == usable(parts, 300)
+
+
 def test_private_chats_stay_in_memory(machine: Machine, tmp_path: Path) -> None:
     first = prompt_ids(5, 300)
     with machine.engine(tmp_path / "kv") as parts:
