@@ -9,8 +9,9 @@ localspec/hub/calibration_text.py and other modules, 256 tokens each, teacher fo
 the rounding of the gguf package (Q4_0, Q4_1), and Q4_K by a search of our own over the format's grid, super-blocks
 running on over the ends of rows. `--dither` adds uniform noise of one step of its grid to a source that was 4-bit
 itself, so that integer formats cannot simply find that grid again. `mixed` spends `--bits` on matrices in FP8 as the
-import's allocation does, `first` on the first layers' (its control). Prints a table and one line of JSON, kept in
-scripts/results/quantiser.json by name; ways that are not run again keep their figures.
+import does, by the KL of each group; `mixed_by_output` by output errors; `first` on the first layers' (the control).
+Prints a table and one line of JSON, kept in scripts/results/quantiser.json by name; ways that are not run again keep
+their figures.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint, read
 from localspec.formats.compact import Stored, survey
 from localspec.hub.calibration import TextModel, agreement
 from localspec.hub.calibration_text import CALIBRATION_PROSE, HELD_OUT_PROSE
+from localspec.hub.compact import group_losses
 from localspec.hub.compact_report import allocate
 from localspec.kernels.fp8_pack import quantise_fp8
 from localspec.kernels.nvfp4_feedback import feedback_of, quantise_nvfp4_with_feedback
@@ -104,15 +106,21 @@ WAYS: dict[str, tuple[float, Way]] = {
 }
 
 
-MIXED_WAYS = ("mixed", "first")
+MIXED_WAYS = ("mixed", "mixed_by_output", "first")
 
 
-def wide_matrices(checkpoint: FolderCheckpoint, moments: dict[str, Tensor], bits: float, way: str) -> frozenset[str]:
-    """Names of the matrices that get FP8 within a budget of bits a weight: by what they lose, or the first ones."""
+def wide_matrices(
+    checkpoint: FolderCheckpoint,
+    moments: dict[str, Tensor],
+    bits: float,
+    way: str,
+    losses: dict[tuple[str, ...], float],
+) -> frozenset[str]:
+    """Names of the matrices that get FP8 within a budget of bits a weight: by what they cost, or the first ones."""
     stored = survey(checkpoint)
-    if way == "mixed":
+    if way != "first":
         importance = {name: matrix.diagonal() for name, matrix in moments.items()}
-        chosen = allocate(checkpoint, stored, importance, bits)
+        chosen = allocate(checkpoint, stored, importance, bits, losses if way == "mixed" else None)
         return frozenset(each.name for each in chosen if each.choice == "fp8")
     changing = [each for each in stored if each.choice == "nvfp4"]
     left_bytes = sum(each.num_values for each in changing) * (bits - 4.5) / 8
@@ -172,7 +180,8 @@ def write_variant(
 
     def values_of(each: Stored) -> Tensor:
         values = source_values(plain, each, dither=False)
-        if each.choice == "kept":
+        # A drafter's block does not run with the model, so nothing is known of its inputs.
+        if each.choice == "kept" or each.name not in moments:
             return values
         found = quantise_fp8(values).dequantise() if each.name in wide else way(values, moments[each.name])
         error = (found - values).square().sum()
@@ -218,9 +227,14 @@ def main() -> None:
             expected = [model.log_probs(window) for window in held_out]
             names = frozenset(each.name for each in survey(plain) if each.choice == "nvfp4")
             moments = model.second_moments(calibration, names)
+            importance = {name: matrix.diagonal() for name, matrix in moments.items()}
+            begin = time.monotonic()
+            needs_losses = "mixed" in arguments.ways.split(",")
+            losses = group_losses(model, survey(plain), importance, tuple(calibration)) if needs_losses else {}
+            arguments.losses_s = round(time.monotonic() - begin, 1)
             del model
             for name in arguments.ways.split(","):
-                rows[name] = measure(name, plain, Path(scratch), moments, arguments, (expected, held_out))
+                rows[name] = measure(name, plain, Path(scratch), (moments, losses), arguments, (expected, held_out))
     tokens = {"held_out": sum(map(len, held_out)), "calibration": sum(map(len, calibration))}
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     before = results.get(arguments.name, {})
@@ -240,15 +254,15 @@ def measure(
     name: str,
     plain: FolderCheckpoint,
     scratch: Path,
-    moments: dict[str, Tensor],
+    known: tuple[dict[str, Tensor], dict[tuple[str, ...], float]],
     arguments: argparse.Namespace,
     judged: tuple[list[Tensor], list[tuple[int, ...]]],
 ) -> dict[str, object]:
     """One way's row of the table."""
-    expected, held_out = judged
+    (moments, losses), (expected, held_out) = known, judged
     begin = time.monotonic()
     bits, way = (arguments.bits, WAYS["importance"][1]) if name in MIXED_WAYS else WAYS[name]
-    wide = wide_matrices(plain, moments, bits, name) if name in MIXED_WAYS else frozenset()
+    wide = wide_matrices(plain, moments, bits, name, losses) if name in MIXED_WAYS else frozenset()
     folder = scratch / name
     sqnr_db = write_variant(plain, folder, arguments.model, way, moments, wide)
     quantise_s = time.monotonic() - begin
@@ -270,6 +284,7 @@ def measure(
         "kl_by_window": [round(value, 4) for value in each],
         "quantise_s": round(quantise_s, 1),
         **({"matrices_in_fp8": len(wide)} if wide else {}),
+        **({"losses_s": arguments.losses_s} if name == "mixed" else {}),
     }
 
 

@@ -6,7 +6,8 @@ Knows models, back ends and tokenizers; does not know how weights are quantised 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -154,6 +155,28 @@ class TextModel:
         found = {name: moments for name, moments in self._observer.finish().items() if name in names}
         return found if head is None else {**found, HEAD: head.cpu() / sum(len(window) for window in windows)}
 
+    @torch.inference_mode()
+    def losses(
+        self, windows: Sequence[tuple[int, ...]], narrow: Callable[[str, LogicalWeight], LogicalWeight | None]
+    ) -> dict[tuple[str, ...], float]:
+        """KL to the model itself, nats a token, when only one group of matrices is narrowed, by the group's names.
+
+        A group is what one kernel multiplies: q, k and v, or gate and up. `narrow` gives a matrix in its other form,
+        or None where it stays; groups in which all stay are left out.
+        """
+        expected = [self.log_probs(window) for window in windows]
+        found: dict[tuple[str, ...], float] = {}
+        for group in self._observer.groups():
+            changed = [narrow(name, part) if name else None for name, part in group.parts]
+            if all(part is None for part in changed):
+                continue
+            parts = [part if part is not None else old for part, (_, old) in zip(changed, group.parts, strict=True)]
+            with self._observer.replaced(group, parts):
+                seen = [self.log_probs(window) for window in windows]
+            names = tuple(name for (name, _), part in zip(group.parts, changed, strict=True) if part is not None)
+            found[names] = agreement(expected, seen).mean_kl
+        return found
+
     def _read(self, window: tuple[int, ...]) -> Tensor:
         request = Request("", window, Sampling(), seed=0, max_tokens=1, stop_ids=(), drafter="off")
         self._runner.admit(0, request, self._pages, None)
@@ -176,6 +199,15 @@ class _NamingCheckpoint:
         return getattr(self._checkpoint, name)
 
 
+@dataclass(frozen=True)
+class PackedGroup:
+    """Matrices that were packed together. `parts`: name (empty for what the model made itself) and matrix."""
+
+    parts: tuple[tuple[str, LogicalWeight], ...]
+    gated: bool
+    packed: PackedWeight
+
+
 class _Observer:
     """A back end that can sum the squares of what its matrices are given; everything else passes through."""
 
@@ -183,7 +215,8 @@ class _Observer:
         self._ops = ops
         # Objects are kept beside their ids, so that an id is never given to another.
         self.named: dict[int, tuple[str, LogicalWeight]] = {}
-        self._packed: dict[int, tuple[tuple[str, ...], PackedWeight]] = {}
+        self._packed: dict[int, tuple[tuple[str, ...], PackedGroup]] = {}
+        self._replaced: dict[int, PackedWeight] = {}
         self._sums: dict[tuple[str, ...], Tensor] | None = None
         self._num_rows: dict[tuple[str, ...], int] = {}
         self._whole: frozenset[str] | None = None
@@ -193,9 +226,23 @@ class _Observer:
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         packed = self._ops.pack(parts, gated)
-        names = tuple(self.named.pop(id(part))[0] for part in parts if id(part) in self.named)
-        self._packed[id(packed)] = (names, packed)
+        named = tuple((self.named.pop(id(part))[0] if id(part) in self.named else "", part) for part in parts)
+        names = tuple(name for name, _ in named if name)
+        self._packed[id(packed)] = (names, PackedGroup(named, gated, packed))
         return packed
+
+    def groups(self) -> tuple[PackedGroup, ...]:
+        """Everything that was packed, in that order."""
+        return tuple(group for _, group in self._packed.values())
+
+    @contextmanager
+    def replaced(self, group: PackedGroup, parts: Sequence[LogicalWeight]) -> Iterator[None]:
+        """While the block runs, these matrices stand in for a group's own."""
+        self._replaced[id(group.packed)] = self._ops.pack(parts, group.gated)
+        try:
+            yield
+        finally:
+            del self._replaced[id(group.packed)]
 
     def linear(self, x: Tensor, weight: PackedWeight, norm: Norm | None = None, **more: Any) -> Tensor:
         names = self._packed.get(id(weight), ((),))[0]
@@ -204,7 +251,7 @@ class _Observer:
             found = seen.square().sum(dim=0) if self._whole is None else seen.T @ seen
             self._sums[names] = self._sums[names] + found if names in self._sums else found
             self._num_rows[names] = self._num_rows.get(names, 0) + len(seen)
-        return self._ops.linear(x, weight, norm, **more)
+        return self._ops.linear(x, self._replaced.get(id(weight), weight), norm, **more)
 
     def start(self, whole: frozenset[str] | None = None) -> None:
         """Begin to sum: squares of all matrices' inputs, or whole second moments for those named."""

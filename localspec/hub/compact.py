@@ -11,7 +11,7 @@ import fnmatch
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from localspec.hub.catalogue import DEFAULT_INCLUDE, id_from_name
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.records import EXIT_MACHINE_CANNOT, HubError, ProgressCallback, PullProgress, ignore_progress
 from localspec.kernels.nvfp4_feedback import feedback_of
+from localspec.kernels.nvfp4_pack import quantise_nvfp4
+from localspec.kernels.weights import LogicalWeight
 from localspec.storage.safetensors import TensorItem, write_safetensors
 
 ID_SUFFIX = "-nvfp4"
@@ -37,6 +39,8 @@ SHARD_BYTES = 1 << 30
 MOMENT_BYTES = 2 << 30
 RUNNING_BYTES_PER_WEIGHT = 4.5
 """Host memory for running a model on the CPU back end, which computes in float32, with some air."""
+LOSS_TOKENS = 128
+"""Of each of two windows: every group of matrices takes a pass over them."""
 CARD_RESERVE_BYTES = 4 << 30
 """Beside the weights on a card: logits, scratch and the cache of one window."""
 _REPLACED_FILES = (INDEX_NAME, QUANTISATION_NAME, "config.json", REPORT_NAME, layout.MANIFEST_NAME)
@@ -77,6 +81,8 @@ class _Observed:
     note: str
     model: TextModel | None = None
     """The source, while its matrices' inputs are still asked for."""
+    losses: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """What each group of matrices costs in NVFP4, where a budget is to be spent."""
 
 
 def compact_model(
@@ -102,7 +108,7 @@ def compact_model(
         if observed.note:
             meter.note(observed.note)
         bits = compact_report.budget_bits(stored, options.bits_per_weight, options.budget_bytes)
-        stored = compact_report.allocate(checkpoint, stored, observed.importance, bits)
+        stored = compact_report.allocate(checkpoint, stored, observed.importance, bits, observed.losses)
         with layout.building(data_dir, name) as directory:
             meter.start("convert", f"compacting {source.name}", sum(each.bytes for each in stored))
             written = _write_weights(checkpoint, stored, directory, observed, options, meter)
@@ -176,7 +182,26 @@ def _observe(source: Path, stored: tuple[Stored, ...], options: CompactOptions) 
     model = TextModel(source, options.device)
     importance = model.mean_squares(texts.calibration) if options.method == "mse" else {}
     log_probs = tuple(model.log_probs(window) for window in texts.held_out)
-    return _Observed(importance, log_probs, texts, "", model if options.feedback else None)
+    has_budget = options.bits_per_weight is not None or options.budget_bytes is not None
+    losses = group_losses(model, stored, importance, texts.calibration) if has_budget else {}
+    return _Observed(importance, log_probs, texts, "", model if options.feedback else None, losses)
+
+
+def group_losses(
+    model: TextModel,
+    stored: tuple[Stored, ...],
+    importance: Mapping[str, Tensor],
+    windows: tuple[tuple[int, ...], ...],
+) -> dict[tuple[str, ...], float]:
+    """What each group of matrices costs in NVFP4 alone, on a first and a last piece of the calibration text."""
+    changing = {each.name for each in stored if each.choice == "nvfp4"}
+
+    def narrow(name: str, weight: LogicalWeight) -> LogicalWeight | None:
+        if name not in changing:
+            return None
+        return quantise_nvfp4(weight.dequantise(), importance=importance.get(name))
+
+    return model.losses([window[:LOSS_TOKENS] for window in (windows[0], windows[-1])], narrow)
 
 
 class _Guides:

@@ -47,36 +47,50 @@ def allocate(
     stored: tuple[Stored, ...],
     importance: Mapping[str, Tensor],
     bits_per_weight: float | None,
+    losses: Mapping[tuple[str, ...], float] | None = None,
 ) -> tuple[Stored, ...]:
     """The choices that fit a budget of bits over all matrices that may change; without a budget those of the survey.
 
-    Greedy: the matrix whose output error falls most for a byte more gets FP8, or stays if it is FP8 or wide already and
-    that is affordable. Errors are energies relative to the output's, measured on the weights and the importance.
-    Raises ValueError for a budget that NVFP4 throughout does not meet.
+    Greedy: the matrices that cost most for a byte in NVFP4 get FP8, or stay if they are FP8 or wide already and that is
+    affordable. What they cost is the measured KL of `losses` by the names of a group that goes together; without it,
+    the energy of each matrix's output error relative to its output. Raises ValueError for a budget that NVFP4
+    throughout does not meet.
     """
     if bits_per_weight is None:
         return stored
-    changing = [each for each in stored if each.choice == "nvfp4"]
-    num_values = sum(each.num_values for each in changing)
-    budget_bytes = bits_per_weight * num_values / 8 - sum(each.planned_bytes for each in changing)
+    changing = {each.name: each for each in stored if each.choice == "nvfp4"}
+    num_values = sum(each.num_values for each in changing.values())
+    budget_bytes = bits_per_weight * num_values / 8 - sum(each.planned_bytes for each in changing.values())
     if budget_bytes < 0:
         raise ValueError(f"a budget of {bits_per_weight:g} bits is below the 4.5 of NVFP4; give 4.5 or more")
-    steps: list[tuple[float, float, str, Form]] = []
-    for each in changing:
-        weight, weights = checkpoint.weight(each.name), importance.get(each.name)
-        narrow = relative_output_error(weight, weights, lambda rows: quantise_nvfp4(rows).dequantise())
-        wide = 0.0
-        if each.form in WIDE_FORMS:
-            wide = relative_output_error(weight, weights, lambda rows: quantise_fp8(rows).dequantise())
-        form: Form = "fp8" if each.form in WIDE_FORMS else "kept"
-        cost_bytes = max(1.0, replace(each, choice=form).planned_bytes - each.planned_bytes)
-        steps.append(((narrow - wide) / cost_bytes, cost_bytes, each.name, form))
+    if losses:
+        gains = {tuple(name for name in names if name in changing): loss for names, loss in losses.items()}
+    else:
+        gains = {(name,): _output_gain(checkpoint, each, importance.get(name)) for name, each in changing.items()}
+    wide = {name: _wide_form(each) for name, each in changing.items()}
+    costs = {
+        name: replace(each, choice=wide[name]).planned_bytes - each.planned_bytes for name, each in changing.items()
+    }
+    steps = [(sum(costs[name] for name in names), gain, names) for names, gain in gains.items() if names]
     chosen: dict[str, Form] = {}
-    for _, cost_bytes, name, form in sorted(steps, key=lambda step: (-step[0], step[2])):
+    for cost_bytes, _, names in sorted(steps, key=lambda step: (-step[1] / max(1, step[0]), step[2])):
         if cost_bytes <= budget_bytes:
             budget_bytes -= cost_bytes
-            chosen[name] = form
+            chosen |= {name: wide[name] for name in names}
     return tuple(replace(each, choice=chosen.get(each.name, each.choice)) for each in stored)
+
+
+def _wide_form(each: Stored) -> Form:
+    return "fp8" if each.form in WIDE_FORMS else "kept"
+
+
+def _output_gain(checkpoint: FolderCheckpoint, each: Stored, importance: Tensor | None) -> float:
+    """What the wider form takes off a matrix's relative output error."""
+    weight = checkpoint.weight(each.name)
+    narrow = relative_output_error(weight, importance, lambda rows: quantise_nvfp4(rows).dequantise())
+    if each.form not in WIDE_FORMS:
+        return narrow
+    return narrow - relative_output_error(weight, importance, lambda rows: quantise_fp8(rows).dequantise())
 
 
 def quantisation_settings(written: tuple[Compacted, ...]) -> tuple[dict[str, Any], dict[str, Any]]:

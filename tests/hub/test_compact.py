@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, mtp
 from localspec.formats import compact as quantiser
 from localspec.formats.checkpoint import open_checkpoint, read_config
-from localspec.hub import calibration, compact, layout
+from localspec.hub import calibration, compact, compact_report, layout
 from localspec.hub.calibration import agreement
 from localspec.hub.compact import CompactOptions, compact_model
 from localspec.hub.local import list_installed, verify
@@ -281,6 +282,47 @@ def test_a_budget_buys_wider_matrices(tmp_path: Path) -> None:
     narrow = compact_model(source, tmp_path / "data", CompactOptions("narrow", measure=False))
     wanted = logits(source)
     assert relative_error(logits(result.directory), wanted) < relative_error(logits(narrow.directory), wanted)
+
+
+def test_losses_are_what_a_group_costs_alone(tmp_path: Path) -> None:
+    """Beside whole models in which only that group was narrowed; the model is as before afterwards."""
+    source = tiny_model("qwen3", 10, tmp_path / "model")
+    model, window = calibration.TextModel(source, "cpu"), tuple(range(3, 60))
+    before = model.log_probs(window)
+
+    def narrow(name: str, weight: object) -> object:
+        return quantise_nvfp4(weight.dequantise()) if "layers.0." in name else None  # type: ignore[attr-defined]
+
+    losses = model.losses([window], narrow)  # type: ignore[arg-type]
+    assert torch.equal(model.log_probs(window), before)
+    at = "model.layers.0."
+    assert {name for names in losses for name in names} == {f"{at}self_attn.{part}_proj.weight" for part in "qkvo"} | {
+        f"{at}mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    group = tuple(f"{at}self_attn.{part}_proj.weight" for part in "qkv")
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {name: quantise_nvfp4(tensors[name]).dequantise().contiguous() for name in group}
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for path in source.iterdir():
+        (changed / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, changed / "model.safetensors")
+    other = calibration.TextModel(changed, "cpu").log_probs(window)
+    assert losses[group] == pytest.approx(agreement([before], [other]).mean_kl, rel=1e-3)
+    same = model.losses([window], lambda name, weight: weight)
+    assert same and max(same.values()) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_budget_goes_where_the_loss_is(tmp_path: Path) -> None:
+    source = tiny_model("llama", 3, tmp_path / "model")
+    with closing(open_checkpoint(source)) as checkpoint:
+        stored = quantiser.survey(checkpoint)
+        at = "model.layers.1.mlp."
+        costly, cheap = (f"{at}gate_proj.weight", f"{at}up_proj.weight"), ("model.layers.0.self_attn.o_proj.weight",)
+        chosen = compact_report.allocate(checkpoint, stored, {}, 5.2, {costly: 1.0, cheap: 0.001})
+    forms = {each.name: each.choice for each in chosen}
+    assert forms[costly[0]] == forms[costly[1]] == "fp8"
+    assert forms["model.layers.0.mlp.down_proj.weight"] == "nvfp4"  # of no group, so nothing speaks for it
 
 
 def test_a_budget_in_bytes_is_kept(tmp_path: Path) -> None:
