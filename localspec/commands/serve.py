@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 )
 @click.option("--api-key", help="Ask clients for this key.")
 @click.option("--cors-origins", default="", help="Comma-separated origins whose pages may call, or *.")
+@click.option("--allow-host", multiple=True, help="Another name that requests may call this machine by.")
+@click.option(
+    "--max-requests", default=128, show_default=True, type=click.IntRange(1), help="Running and waiting ones."
+)
+@click.option("--strict-model", is_flag=True, help="Refuse names of other models instead of answering with this one.")
+@click.option("--emit-reasoning", is_flag=True, help="Give thoughts under `reasoning` too, not reasoning_content only.")
 @drafter_option
 @depth_option
 @context_option
@@ -87,6 +93,10 @@ def serve(**options: Any) -> None:
             api_key=options["api_key"],
             control_key=load_or_create_key(config.paths.key_file),
             cors_origins=tuple(filter(None, options["cors_origins"].split(","))),
+            allowed_hosts=options["allow_host"],
+            max_requests=options["max_requests"],
+            strict_model=options["strict_model"],
+            emit_reasoning=options["emit_reasoning"],
             stop_when_unused=options["until_unused"],
         )
         engine.start(options["model"] or default_model(config))
