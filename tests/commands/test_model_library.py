@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from localspec.api.library import LibraryError, PullStep
+from localspec.commands.common import catalogue
 from localspec.commands.model_library import CPU_RUNTIME_BYTES, HubLibrary
 from localspec.commands.pull_worker import main
 from localspec.config import Settings, load_settings
@@ -89,12 +90,14 @@ async def test_budget_of_an_installed_model(config: Settings, monkeypatch: pytes
     assert await library.budget("m") is None
 
 
-@pytest.mark.parametrize(("total_gib", "tokens"), [(23.6, 71_000), (31.8, 256_000), (11.9, 0)])
+@pytest.mark.parametrize(("total_gib", "sold_gib"), [(23.6, 24), (31.8, 32), (11.9, 0)])
 async def test_budget_of_the_catalogue(
-    config: Settings, monkeypatch: pytest.MonkeyPatch, total_gib: float, tokens: int
+    config: Settings, monkeypatch: pytest.MonkeyPatch, total_gib: float, sold_gib: int
 ) -> None:
     card(monkeypatch, total_gib, total_gib)
     budget = await HubLibrary(config).budget("qwen3.8-27b")
+    tokens = catalogue(config).find("qwen3.8-27b").context_tokens.get(sold_gib, 0)
+    assert (tokens > 0) == (sold_gib > 0)
     assert budget is not None and budget.estimated and budget.context_tokens == tokens
     assert await HubLibrary(config).budget("qwen2.5-coder-0.5b") is None
     assert await HubLibrary(config).budget("nosuch") is None
