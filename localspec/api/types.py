@@ -163,7 +163,8 @@ class Timings:
 
     `speedup_vs_plain` is emitted tokens per second over the rate of the same engine without drafts, measured on
     this machine; None until a plain step has been measured. `draft_steps` counts the steps in which something was
-    drafted, `drafted_per_position` and `accepted_per_position` the drafts at offset 1, 2, ... of their window.
+    drafted, `drafted_per_position` and `accepted_per_position` the drafts at offset 1, 2, ... of their window. `work`
+    says the same by drafter and phase.
     """
 
     prefill_ms: float = 0.0
@@ -181,6 +182,7 @@ class Timings:
     """Why not more of the prompt came from a cache; empty where nothing is missing."""
     draft_steps: int = 0
     drafted_per_position: tuple[int, ...] = ()
+    work: tuple[WorkMetrics, ...] = ()
 
 
 @dataclass(frozen=True)

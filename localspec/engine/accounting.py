@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localspec.core.records import Request, SlotResult
-from localspec.engine.metrics import MetricsRecorder, RequestClock, StepCount
+from localspec.engine.metrics import MetricsRecorder, RequestClock, StepCount, WorkCounts
 from localspec.engine.ring import Landed
 from localspec.engine.shadow import TextShadow
 from localspec.engine.tuner import CONTEXT_BUCKET_TOKENS, OFF, Arm, Tuner
@@ -62,6 +62,8 @@ class StepAccounting:
             self._follow(sequence, active, result)
             plain_ms = self._plain_ms(result, sequence, active, landed.verify_ms)
             _count_request(ticket.clock, result, landed, now, plain_ms)
+            work = ticket.clock.work.setdefault((result.drafter, phase), WorkCounts())
+            work.see(result, landed.draft_ms, landed.verify_ms, plain_ms)
             counts.append(StepCount(result, phase, ticket.request.client, plain_ms))
         ran = landed.outcome.ran
         rows = ran.graph_key.num_rows if self.tuner.fixed_rows else ran.num_rows

@@ -61,6 +61,15 @@ class WorkCounts:
     verify_ms: float = 0.0
     plain_ms: float = 0.0
 
+    def see(self, result: SlotResult, draft_ms: float, verify_ms: float, plain_ms: float) -> None:
+        """A step's result for one sequence, and its share of the time."""
+        self.steps += 1
+        self.tokens += len(result.token_ids)
+        self.drafts.see(result.num_drafted, result.num_accepted)
+        self.draft_ms += draft_ms
+        self.verify_ms += verify_ms
+        self.plain_ms += plain_ms
+
     def told(self, drafter: str, phase: str, client: str) -> WorkMetrics:
         """As interfaces read it."""
         return WorkMetrics(
@@ -93,6 +102,8 @@ class RequestClock:
     verify_ms: float = 0.0
     plain_ms: float = 0.0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    work: dict[tuple[str, str], WorkCounts] = field(default_factory=dict)
+    """By drafter and phase."""
 
     def timings(self, cached_tokens: int, miss_reason: str = "") -> Timings:
         """`speedup_vs_plain` compares with the plain milliseconds of as many tokens, measured by this engine."""
@@ -113,6 +124,7 @@ class RequestClock:
             cache_miss_reason=miss_reason,
             draft_steps=self.drafts.drafts,
             drafted_per_position=tuple(self.drafts.drafted_at),
+            work=tuple(counts.told(*key, client="") for key, counts in self.work.items()),
         )
 
 
@@ -165,12 +177,7 @@ class MetricsRecorder:
                     accepted_tokens=known.accepted_tokens + result.num_accepted,
                 )
                 work = self._by_work.setdefault((result.drafter, count.phase, name), WorkCounts())
-                work.steps += 1
-                work.tokens += len(result.token_ids)
-                work.drafts.see(result.num_drafted, result.num_accepted)
-                work.draft_ms += draft_ms / len(counts)
-                work.verify_ms += verify_ms / len(counts)
-                work.plain_ms += count.plain_ms / len(counts)
+                work.see(result, draft_ms / len(counts), verify_ms / len(counts), count.plain_ms / len(counts))
             snapshot = self._snapshot
             self._snapshot = replace(
                 snapshot,

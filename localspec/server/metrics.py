@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localspec.api.types import DrafterMetrics, MetricsSnapshot
+from localspec.api.types import DrafterMetrics, MetricsSnapshot, WorkMetrics
 from localspec.server.context import port_of
 
 Sample = tuple[dict[str, str], float]
@@ -65,6 +65,7 @@ def _families(snapshot: MetricsSnapshot) -> Iterator[tuple[str, str, Iterable[Sa
     yield "tier", "gauge", [({"figure": name}, value) for name, value in snapshot.tiers.items()]
     yield "storage", "gauge", [({"figure": name}, value) for name, value in snapshot.storage.items()]
     yield from _drafters(snapshot.drafters)
+    yield from _work(snapshot.work)
     clients = snapshot.clients
     yield "client_requests_total", "counter", [({"client": c.name}, c.requests) for c in clients]
     yield "client_generation_tokens_total", "counter", [({"client": c.name}, c.completion_tokens) for c in clients]
@@ -95,6 +96,37 @@ def _drafters(drafters: tuple[DrafterMetrics, ...]) -> Iterator[tuple[str, str, 
             ],
         )
     yield "spec_decode_draft_seconds_total", "counter", [({"drafter": d.name}, d.draft_ms / 1e3) for d in drafters]
+
+
+def _work(work: tuple[WorkMetrics, ...]) -> Iterator[tuple[str, str, Iterable[Sample]]]:
+    """Drafting by drafter, phase and client: counters, and the rates that they come to."""
+    keys = [{"drafter": w.drafter, "phase": w.phase, "client": w.client} for w in work]
+    counters: dict[str, list[float]] = {
+        "work_steps_total": [w.steps for w in work],
+        "work_generation_tokens_total": [w.tokens for w in work],
+        "work_drafts_total": [w.drafts for w in work],
+        "work_draft_tokens_total": [w.drafted_tokens for w in work],
+        "work_accepted_tokens_total": [w.accepted_tokens for w in work],
+        "work_draft_seconds_total": [w.draft_ms / 1e3 for w in work],
+        "work_verify_seconds_total": [w.verify_ms / 1e3 for w in work],
+    }
+    for name, values in counters.items():
+        yield name, "counter", list(zip(keys, values, strict=True))
+    yield "work_tokens_per_second", "gauge", [(key, w.tok_per_s) for key, w in zip(keys, work, strict=True)]
+    yield "work_speedup_vs_plain", "gauge", [(key, w.speedup) for key, w in zip(keys, work, strict=True) if w.speedup]
+    by_position: dict[str, tuple[str, list[tuple[float, ...]]]] = {
+        "work_draft_tokens_per_pos_total": ("counter", [w.drafted_per_position for w in work]),
+        "work_accepted_tokens_per_pos_total": ("counter", [w.accepted_per_position for w in work]),
+        "work_acceptance_marginal": ("gauge", [w.marginal_rates for w in work]),
+        "work_acceptance_conditional": ("gauge", [w.conditional_rates for w in work]),
+    }
+    for name, (kind, rows) in by_position.items():
+        samples = [
+            ({**key, "position": str(at)}, value)
+            for key, row in zip(keys, rows, strict=True)
+            for at, value in enumerate(row)
+        ]
+        yield name, kind, samples
 
 
 def _labels(labels: dict[str, str]) -> str:
