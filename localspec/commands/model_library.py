@@ -132,7 +132,7 @@ class HubLibrary:
     def _measured(self, model_id: str, device: _Device) -> Budget:
         """From the sizes of the stored tensors. Raises HubError and OSError."""
         from localspec.hub.budget import drafter_bytes
-        from localspec.hub.fit import cache_shape, fit, weights_of
+        from localspec.hub.fit import cache_shape, fit, keeps_fp8, weights_of
         from localspec.hub.layout import read_json
 
         folder = self._config.paths.models_dir / model_id
@@ -142,7 +142,7 @@ class HubLibrary:
         weights = replace(weights, body=weights.body + sum(drafters.values()))
         kv_dtype = self._kv_cache
         if kv_dtype == "auto":
-            kv_dtype = "fp8" if device.is_gpu else "bf16"
+            kv_dtype = "fp8" if device.is_gpu and keeps_fp8(folder) else "bf16"
             if not device.is_gpu:
                 # A CPU keeps float32, twice what bf16 takes.
                 shape = replace(shape, values_per_token_and_layer=2 * shape.values_per_token_and_layer)

@@ -47,7 +47,7 @@ kv_cache_option = click.option(
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "fp8", "bf16"]),
-    help="How keys and values are kept. auto: fp8 on a card, unrounded on a CPU.",
+    help="How keys and values are kept. auto: fp8 on a card if the model's keys are normed, else as computed.",
 )
 device_option = click.option(
     "--device", default="auto", show_default=True, callback=check_device, help="auto, cpu, cuda or cuda:N."

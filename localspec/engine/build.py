@@ -44,6 +44,7 @@ from localspec.engine.verify_schedule import VerifySchedule
 from localspec.engine.warm_up import warm_up
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
+from localspec.hub.fit import keeps_fp8
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
@@ -85,7 +86,7 @@ class EngineOptions:
     kv_dir: Path | None = None
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_cache: str = "auto"
-    """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card, unrounded on a CPU."""
+    """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card where the model's keys are normed."""
     checks_dir: Path | None = None
     """Where it is remembered that this card's kernels were tested; None tests them at every start."""
     memory_limit_bytes: int | None = None
@@ -156,7 +157,7 @@ def load_model(
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     options = options or EngineOptions(device)
-    ops.cache_dtype = cache_dtype(ops, options.kv_cache)
+    ops.cache_dtype = cache_dtype(ops, options.kv_cache, keeps_fp8(folder))
     check_kernels(ops, options.checks_dir, report)
     try:
         planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
@@ -174,10 +175,10 @@ def load_model(
         return architecture(config["model_type"]).load(config, checkpoint, ops), ops, checkpoint
 
 
-def cache_dtype(ops: Ops, kv_cache: str) -> torch.dtype:
-    """The dtype of cache pages for an option. Raises EngineError for an unknown one."""
+def cache_dtype(ops: Ops, kv_cache: str, holds_fp8: bool = True) -> torch.dtype:
+    """The dtype of cache pages for an option; `holds_fp8`: see `keeps_fp8`. Raises EngineError for an unknown one."""
     if kv_cache == "auto":
-        return ops.activation_dtype if ops.device.type == "cpu" else torch.float8_e4m3fn
+        return ops.activation_dtype if ops.device.type == "cpu" or not holds_fp8 else torch.float8_e4m3fn
     if kv_cache not in CACHE_DTYPES:
         raise EngineError(
             "bad_request", f"the cache type {kv_cache!r} is not known; known are {', '.join(CACHE_DTYPES)}"

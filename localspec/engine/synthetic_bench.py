@@ -103,7 +103,8 @@ class SyntheticBench:
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
         self._ops, _ = choose(resolve_device(self.plan.device))
-        self._ops.cache_dtype = cache_dtype(self._ops, self.plan.kv_cache)
+        normed = any(name.endswith("self_attn.k_norm.weight") for name in tensor_shapes(self.plan.config))
+        self._ops.cache_dtype = cache_dtype(self._ops, self.plan.kv_cache, normed)
         self._rates: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:

@@ -139,6 +139,22 @@ def weights_of(directory: Path) -> WeightBytes:
     return WeightBytes(**parts)
 
 
+def keeps_fp8(directory: Path) -> bool:
+    """Whether keys are normed per head, as in Qwen3 and 3.5: an FP8 cache holds those well, and `auto` takes it.
+
+    Measured on models without such norms (SmolLM2 135M, Qwen2.5 0.5B): 4 and 7 of 100 first choices change with FP8,
+    below 1 with BF16.
+    """
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with SafetensorsFile.open(path) as file:
+                if any(name.endswith("self_attn.k_norm.weight") for name in file.entries):
+                    return True
+        except (DamagedFile, OSError):
+            return False
+    return False
+
+
 def _loaded_bytes(entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> int:
     """A card's kernels know NVFP4 and FP8; other matrices lie there in bf16, block formats (`.q`, `.scale`) too."""
     base, _, part = entry.name.rpartition(".")

@@ -40,6 +40,7 @@ def install(config: Settings, model_id: str) -> None:
         layout.write_json(directory / "config.json", values)
         tensors = {
             "model.layers.0.w": np.zeros((100, 10), np.float32),
+            "model.layers.0.self_attn.k_norm.weight": np.zeros(16, np.float32),
             "lm_head.weight": np.zeros((10, 10), np.float32),
         }
         save_file(tensors, directory / "model.safetensors")

@@ -132,6 +132,9 @@ def test_options_name_dtypes() -> None:
     ops: Any = reference_ops()
     assert cache_dtype(ops, "auto") == torch.float32 and cache_dtype(ops, "fp8") == torch.float8_e4m3fn
     ops.device = torch.device("cuda")
+    ops.activation_dtype = torch.bfloat16
+    assert cache_dtype(ops, "auto", holds_fp8=False) == torch.bfloat16
+    assert cache_dtype(ops, "fp8", holds_fp8=False) == torch.float8_e4m3fn
     assert cache_dtype(ops, "auto") == torch.float8_e4m3fn and cache_dtype(ops, "bf16") == torch.bfloat16
     with pytest.raises(EngineError, match="known are fp8, bf16"):
         cache_dtype(ops, "int4")

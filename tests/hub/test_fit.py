@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from localspec.hub.catalogue import load_catalogue
-from localspec.hub.fit import CacheShape, WeightBytes, cache_shape, fit, fit_installed, proposal, weights_of
+from localspec.hub.fit import CacheShape, WeightBytes, cache_shape, fit, fit_installed, keeps_fp8, proposal, weights_of
 from localspec.hub.layout import write_json
 from localspec.hub.records import HubError
 
@@ -107,6 +107,16 @@ def test_block_formats_lie_on_a_card_in_bf16(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors")
     assert weights_of(tmp_path).body == 2 * (4 * 32) + 2 * (4 * 32) + 48
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("a.self_attn.k_norm.weight", True), ("a.k_norm.bias", False)])
+def test_a_model_with_normed_keys_keeps_fp8(tmp_path: Path, name: str, keeps: bool) -> None:
+    assert not keeps_fp8(tmp_path)
+    save_file({"z": np.zeros(1, np.float32)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: np.zeros(3, np.float32)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert keeps_fp8(tmp_path) == keeps
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"damaged")
+    assert not keeps_fp8(tmp_path)
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
