@@ -243,6 +243,7 @@ def test_importance_comes_from_what_a_matrix_sees(tmp_path: Path) -> None:
 def test_feedback_lowers_what_the_text_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_model("qwen3_5", 12, tmp_path / "model")
     add_mtp(source)
+    monkeypatch.setattr(calibration, "MAX_CALIBRATION_WINDOWS", 5)  # each matrix takes a pass over all of them
     plain = compact_model(source, tmp_path / "data", CompactOptions())
     # Room for the moments of two matrices, so that they are gathered many times.
     monkeypatch.setattr(compact, "MOMENT_BYTES", 2 * 4 * 64 * 64)
