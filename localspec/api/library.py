@@ -33,6 +33,8 @@ class LibraryModel:
     problem: str = ""
     verified: bool = True
     drafters: tuple[str, ...] = ()
+    drafters_here: tuple[str, ...] = ()
+    """Those of `drafters` that lie on this disk; the others can be pulled as `MODEL.KIND`."""
     presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -83,9 +85,10 @@ class ModelLibrary(Protocol):
         ...
 
     def pull(self, name: str) -> AsyncIterator[PullStep]:
-        """Fetch a model of the catalogue, or a hub address `owner/name`. Closing the iterator stops it.
+        """Fetch a model of the catalogue, a drafter `MODEL.KIND`, or a hub address `owner/name`.
 
-        What was fetched so far is kept, and the next pull goes on from there. Consume it under `aclosing`.
+        Closing the iterator stops it; what was fetched so far is kept, and the next pull goes on from there. Consume it
+        under `aclosing`.
         """
         ...
 

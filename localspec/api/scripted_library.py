@@ -49,7 +49,9 @@ class ScriptedLibrary:
 
     async def pull(self, name: str) -> AsyncGenerator[PullStep, None]:
         """Even steps up to the model's size; the model is installed with the last one."""
-        model = self._known(name)
+        base, _, kind = name.rpartition(".")
+        is_drafter = base in self._models and kind in self._models[base].drafters
+        model = self._known(base if is_drafter else name)
         total = model.size_bytes or GIB
         yield PullStep("locate", f"looking for {name}")
         for number in range(1, self._n_steps + 1):
@@ -59,7 +61,10 @@ class ScriptedLibrary:
             done = total * number // self._n_steps
             rate = total / self._n_steps / (self._step_s or 1.0)
             yield PullStep("download", f"fetching {name}", done, total, rate, (total - done) / rate)
-        self._models[name] = replace(model, installed=True, size_bytes=total)
+        if is_drafter:
+            self._models[base] = replace(model, drafters_here=(*model.drafters_here, kind))
+        else:
+            self._models[name] = replace(model, installed=True, size_bytes=total)
         yield PullStep("done", f"{name} is ready", total, total)
 
     async def remove(self, model_id: str) -> int:

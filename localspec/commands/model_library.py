@@ -86,6 +86,7 @@ class HubLibrary:
         return await asyncio.to_thread(self._remove, model_id)
 
     def _models(self) -> tuple[LibraryModel, ...]:
+        from localspec.hub.budget import drafter_bytes
         from localspec.hub.local import list_installed
         from localspec.hub.records import HubError
 
@@ -112,6 +113,7 @@ class HubLibrary:
                     problem=(model.problem or "") if model else "",
                     verified=entry.verified if entry else True,
                     drafters=tuple(drafter.kind for drafter in entry.drafters) if entry else (),
+                    drafters_here=tuple(drafter_bytes(self._config.paths.drafters_dir, name)),
                     presets=_presets(entry.sampling) if entry else {},
                 )
             )

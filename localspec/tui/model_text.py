@@ -55,7 +55,7 @@ def fit_words(budget: Budget | None) -> str:
 
 def details_lines(model: LibraryModel, budget: Budget | None, step: PullStep | None, width: int) -> list[Text]:
     """The model in full: title, facts, budget, progress or advice. At most six lines."""
-    facts = [model.weight_format, model.licence, *([f"drafters {', '.join(model.drafters)}"] if model.drafters else [])]
+    facts = [model.weight_format, model.licence, *drafter_words(model)]
     if not model.verified and not model.installed:
         facts.append("not checked against its source yet")
     lines = [
@@ -73,6 +73,18 @@ def details_lines(model: LibraryModel, budget: Budget | None, step: PullStep | N
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
+
+
+def drafter_words(model: LibraryModel) -> list[str]:
+    """Drafters that are here, and how to fetch one that is not."""
+    kinds = dict.fromkeys((*model.drafters_here, *model.drafters))
+    if not kinds:
+        return []
+    words = [f"drafters {', '.join(f'{kind} ✓' if kind in model.drafters_here else kind for kind in kinds)}"]
+    missing = [kind for kind in kinds if kind not in model.drafters_here]
+    if model.installed and missing:
+        words.append(f"type {model.id}.{missing[0]} to fetch one")
+    return words
 
 
 def budget_lines(budget: Budget, width: int) -> list[Text]:

@@ -25,7 +25,7 @@ MODELS = (
     ),
     LibraryModel("huge-70b", "Huge model", size_bytes=40 * GIB, advice="Needs two cards."),
     LibraryModel("scripted", "Scripted engine", installed=True, size_bytes=1 * GIB, demo=True),
-    LibraryModel("small", "Small model", installed=True, size_bytes=2 * GIB),
+    LibraryModel("small", "Small model", installed=True, size_bytes=2 * GIB, drafters=("mtp", "eagle3")),
 )
 
 
@@ -127,12 +127,34 @@ async def test_fetch_with_progress_then_it_is_installed(tmp_path: Path) -> None:
         mark(app, "big-27b")
         await pilot.press("enter")
         await until(lambda: "0%" in row(app, "big-27b") and "of 17 GiB" in details(app) and "/s" in details(app))
-        await until(lambda: "✓ big-27b" in row(app, "big-27b") and "Enter loads it" in said(app))
+        await until(lambda: "✓ big-27b" in row(app, "big-27b") and "big-27b is ready" in said(app))
         assert any("big-27b is ready" in notice.message for notice in app._notifications)
         await until(lambda: "big-27b" in [name for name, _ in app.chat.options.models])
         mark(app, "big-27b")
         await pilot.press("f5")
         assert "installed already" in said(app)
+
+
+async def test_a_drafter_is_fetched_by_its_name_and_taken_in_by_loading_again(tmp_path: Path) -> None:
+    async with library_app(tmp_path, step_s=0.01) as (app, pilot, _):
+        mark(app, "small")
+        await until(lambda: "drafters mtp, eagle3 · type small.mtp to fetch one" in details(app))
+        app.screen.query_one("#typed", Input).value = "small.nosuch"
+        await until(lambda: "No model of that name" in details(app))
+        app.screen.query_one("#typed", Input).value = "small.eagle3"
+        await until(lambda: "(a drafter)" in details(app))
+        await pilot.press("enter")
+        await until(lambda: any("/model small loads it" in notice.message for notice in app._notifications))
+        app.screen.query_one("#typed", Input).value = "small"
+        await until(lambda: "drafters eagle3 ✓, mtp" in details(app))
+        await pilot.press("enter")
+        await until(lambda: app.screen is app.chat and app.chat.conversation.engine.metrics().model_id == "small")
+        await pilot.press("ctrl+l")
+        await until(lambda: isinstance(app.screen, ModelsScreen) and rows(app).option_count == len(MODELS))
+        mark(app, "small")
+        # The scripted engine never has the drafter, so it is loaded anew and not refused as loaded already.
+        await pilot.press("enter")
+        await until(lambda: app.screen is app.chat)
 
 
 async def test_a_fetch_goes_on_behind_the_screen_and_can_be_stopped(tmp_path: Path) -> None:

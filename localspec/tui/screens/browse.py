@@ -74,7 +74,7 @@ class Browser:
         engine = self._screen.conversation.engine
         model, now = engine.model(), engine.metrics()
         held_bytes = sum(now.memory_bytes.values()) if model is not None else 0
-        asked = ModelsScreen(self._library, self._pulls, model.id if model else "", held_bytes, self._library_changed)
+        asked = ModelsScreen(self._library, self._pulls, model, held_bytes, self._library_changed)
         name = await self._screen.app.push_screen_wait(asked)
         if name is not None:
             await self._screen.switch_model(name)
@@ -96,7 +96,10 @@ class Browser:
     def _pull_ended(self, name: str, problem: str) -> None:
         if not self._screen.is_running:
             return
-        self._screen.tell(problem or f"{name} is ready: /model {name} loads it.", error=bool(problem))
+        # A drafter is taken in when its model is loaded.
+        base = name.rpartition(".")[0]
+        model = base if base in [known for known, _ in self._screen.options.models] else name
+        self._screen.tell(problem or f"{name} is ready: /model {model} loads it.", error=bool(problem))
         self._library_changed()
 
     async def _parameters(self) -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Button, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localspec.api.library import Budget, LibraryError, LibraryModel, ModelLibrary
+from localspec.api.types import ModelInfo
 from localspec.tui.model_text import details_lines, matching, row_text
 from localspec.tui.pulls import Pulls
 from localspec.tui.screens.ask import AskScreen
@@ -34,12 +35,18 @@ class ModelsScreen(LargeScreen[str | None]):
     ]
 
     def __init__(
-        self, library: ModelLibrary, pulls: Pulls, loaded_id: str, held_bytes: int, changed: Callable[[], None]
+        self,
+        library: ModelLibrary,
+        pulls: Pulls,
+        loaded: ModelInfo | None,
+        held_bytes: int,
+        changed: Callable[[], None],
     ) -> None:
         super().__init__("models")
         self._library = library
         self._pulls = pulls
-        self._loaded_id = loaded_id
+        self._loaded_id = loaded.id if loaded is not None else ""
+        self._loaded_drafters = loaded.drafters if loaded is not None else ()
         self._held_bytes = held_bytes
         self._changed = changed
         self._models: tuple[LibraryModel, ...] = ()
@@ -48,7 +55,11 @@ class ModelsScreen(LargeScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Input(placeholder="type to filter, or owner/name of a hub repository", compact=True, id="typed")
+            yield Input(
+                placeholder="type to filter; owner/name of a hub repository; MODEL.KIND for a drafter",
+                compact=True,
+                id="typed",
+            )
             yield OptionList(markup=False, id="rows")
             yield Static(id="details", markup=False)
             yield Label("", id="said", markup=False)
@@ -149,10 +160,14 @@ class ModelsScreen(LargeScreen[str | None]):
             self.action_pull()
         elif model.problem:
             self._say(model.problem)
-        elif model.id == self._loaded_id:
+        elif model.id == self._loaded_id and not self._has_news(model):
             self._say(f"{model.id} is loaded already.")
         else:
             self.dismiss(model.id)
+
+    def _has_news(self, model: LibraryModel) -> bool:
+        """Whether a drafter came since the model was loaded: loading it anew takes it in."""
+        return any(kind not in self._loaded_drafters for kind in model.drafters_here)
 
     @work(exclusive=True, group="list")
     async def _list(self) -> None:
@@ -178,7 +193,7 @@ class ModelsScreen(LargeScreen[str | None]):
         before, self._fetching = self._fetching, self._pulls.names
         ended = [name for name in before if name not in self._fetching]
         if ended:
-            self._say(self._pulls.problem(ended[-1]) or f"{ended[-1]} is ready: Enter loads it.")
+            self._say(self._pulls.problem(ended[-1]) or f"{ended[-1]} is ready.")
             self._list()
         for model in self._models:
             if model.id in self._fetching or model.id in before:
@@ -215,7 +230,8 @@ class ModelsScreen(LargeScreen[str | None]):
             lines = details_lines(model, self._budgets.get(name), self._pulls.step(name), width)
         elif self._typed_address:
             step = self._pulls.step(self._typed_address)
-            foreign = LibraryModel(self._typed_address, f"{self._typed_address} (a hub repository)", verified=False)
+            what = "a hub repository" if "/" in self._typed_address else "a drafter"
+            foreign = LibraryModel(self._typed_address, f"{self._typed_address} ({what})")
             lines = details_lines(foreign, None, step, width)
         else:
             lines = [Text("No model of that name; an address owner/name fetches one from the hub.")]
@@ -240,7 +256,11 @@ class ModelsScreen(LargeScreen[str | None]):
 
     @property
     def _typed_address(self) -> str:
-        """What was typed, if it can be the address of a repository."""
+        """What was typed, if it can be the address of a repository or names a drafter of a model."""
         typed = self.query_one("#typed", Input).value.strip()
         owner, slash, name = typed.partition("/")
-        return typed if slash and owner and name and " " not in typed else ""
+        if slash and owner and name and " " not in typed:
+            return typed
+        base, _, kind = typed.rpartition(".")
+        model = self._model(base)
+        return typed if model is not None and kind in model.drafters else ""
