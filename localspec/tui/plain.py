@@ -21,7 +21,7 @@ from localspec.tui.message_lines import answer_figures
 from localspec.tui.options import ChatSettings, SettingError, UiOptions
 from localspec.tui.slash import SLASHES, SlashError, read_slash
 from localspec.tui.slash_runner import SlashRunner
-from localspec.tui.text import clean, seconds_text
+from localspec.tui.text import clean, problem_text, seconds_text
 
 POLL_S = 0.05
 STAGE_S = 2.0
@@ -145,7 +145,7 @@ class PlainChat:
             await self._answer()
         except _EXPECTED as error:
             self._failed += 0 if isinstance(error, (SlashError, SettingError)) else 1
-            self.tell(str(error), error=True)
+            self.tell(problem_text(error), error=True)
 
     async def _answer(self) -> None:
         await self.conversation.start_answer()

@@ -30,6 +30,13 @@ def clean_line(text: str) -> str:
     return drawable(" ".join(clean(text).split())) if not text.isprintable() else drawable(text)
 
 
+def problem_text(error: Exception) -> str:
+    """What went wrong, for the user: an error of the system as a sentence that names the file, others as they are."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used ({error.strerror.lower()}): check its name and its rights."
+    return str(error) or type(error).__name__
+
+
 def drawable(text: str) -> str:
     """Text of a line as every terminal draws it alike. For drawing only: what is copied and stored keeps all signs."""
     return text if text.isascii() else _TURNING.sub("\ufffd", _FICKLE.sub("", text))

@@ -62,6 +62,16 @@ async def test_lines_in_a_block_are_one_prompt_and_commands_work(tmp_path: Path)
     assert failed == 0
 
 
+async def test_errors_of_the_system_are_sentences(tmp_path: Path) -> None:
+    _, messages, _ = await talk(scripted("A."), tmp_path, "/import nothing.json\n/attach nothing.txt\n")
+    first, second = messages.strip().split("\n")
+    assert (
+        first
+        == f"{tmp_path / 'nothing.json'} cannot be used (no such file or directory): check its name and its rights."
+    )
+    assert "is not a file" in second
+
+
 async def test_thought_is_announced_not_printed(tmp_path: Path) -> None:
     output, _, _ = await talk(scripted("<think>hm hm</think>So."), tmp_path, "q\n")
     assert output.startswith("(thinking)\n(thought 0.0 s, ") and output.endswith(" tokens)\nSo.\n")

@@ -24,6 +24,7 @@ from localspec.tui.screens.parameters import Parameters, ParametersScreen
 from localspec.tui.screens.pick import Picked, PickScreen, Row
 from localspec.tui.screens.tuner import TunerScreen
 from localspec.tui.slash_runner import free_path
+from localspec.tui.text import problem_text
 
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
@@ -119,7 +120,7 @@ class Browser:
         try:
             await self._take(chosen, given, now)
         except (ChatError, EngineError, OSError) as error:
-            screen.tell(str(error), error=True)
+            screen.tell(problem_text(error), error=True)
 
     async def _take(self, chosen: Parameters, given: Parameters, now: DrafterChoice | None) -> None:
         """Do what the settings screen asked for. Raises ChatError, EngineError and OSError."""
@@ -170,7 +171,7 @@ class Browser:
             else:
                 await self._on_chat(picked)
         except (ChatError, EngineError, OSError) as error:
-            self._screen.tell(str(error), error=True)
+            self._screen.tell(problem_text(error), error=True)
 
     async def _on_chat(self, picked: Picked) -> None:
         screen, chat_id = self._screen, picked.key

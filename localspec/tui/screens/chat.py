@@ -32,7 +32,7 @@ from localspec.tui.screens.message_actions import MessageActions
 from localspec.tui.slash import SlashError, read_slash
 from localspec.tui.slash_runner import SlashRunner, last_code
 from localspec.tui.suggest import suggestions
-from localspec.tui.text import short_count
+from localspec.tui.text import problem_text, short_count
 from localspec.tui.welcome import welcome_text
 from localspec.tui.widgets.completions import Completions
 from localspec.tui.widgets.draft_legend import DraftLegend
@@ -384,7 +384,7 @@ class ChatScreen(Screen[None]):
         try:
             await work
         except _EXPECTED as error:
-            self.tell(str(error), error=True)
+            self.tell(problem_text(error), error=True)
 
     @work(exclusive=True, group="model")
     async def _load(self, name: str) -> None:
