@@ -158,7 +158,8 @@ class Bench:
         parts = assemble(self.model, self.ops, self.num_tokens + 4096, {}, options)
         parts.loop.start()
         # Compiles kernels and captures the graphs of short and of long contexts.
-        finished(submit(parts, self.ids(90, min(4500, self.num_tokens // 2)), ANSWER_TOKENS, private=True))
+        for length in (min(2500, self.num_tokens // 2), self.num_tokens):
+            finished(submit(parts, self.ids(90 + length % 7, length), ANSWER_TOKENS, private=True))
         return parts
 
     def ids(self, seed: int, num_tokens: int) -> list[int]:
@@ -180,8 +181,6 @@ class Bench:
         chat = self.ids(1, self.num_tokens)
         parts = self.engine()
         try:
-            # Once as a rehearsal on other ids: the first long prompt compiles and captures too.
-            finished(submit(parts, self.ids(3, self.num_tokens), 4, private=True))
             self.settle(parts)
             computed = finished(submit(parts, chat, ANSWER_TOKENS, chat_id="bench"))
             self.computed = computed

@@ -29,6 +29,8 @@ from localspec.scheduler.chunks import ChunkSizes
 from localspec.scheduler.overflow import OverflowLimits, Parked, share_for
 from localspec.scheduler.sequence import Sequence, Stage
 
+WITHOUT_PLANES = ("off", "ngram", "ngram_disk")
+"""Drafters that read tokens only."""
 PROMPT_TAIL_TOKENS = 16
 """Templates write the last tokens of a prompt (who speaks next, an opened thought) otherwise once they are history."""
 
@@ -321,8 +323,7 @@ class Scheduler:
 
     def _verify_plan(self, decoding: list[Sequence]) -> VerifyPlan:
         spare_rows = MAX_ROWS - len(decoding)
-        # Drafters' own planes do not follow a sequence that is larger than the device.
-        choices = [("off", 0) if s.num_ring else self.policy.choose(s, len(decoding)) for s in decoding]
+        choices = [self._choice(sequence, len(decoding)) for sequence in decoding]
         shared = self.limits.shares_rows and all(self._may_share(sequence) for sequence in decoding)
         slots = []
         for index, (sequence, (drafter, wanted)) in enumerate(zip(decoding, choices, strict=True)):
@@ -333,6 +334,13 @@ class Scheduler:
             slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
             sequence.length_bound_tokens += 1 + depth
         return VerifyPlan(tuple(slots), MAX_ROWS if shared else None)
+
+    def _choice(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
+        """(drafter, depth). Drafters' own planes do not follow a sequence that is larger than the device."""
+        drafter, depth = self.policy.choose(sequence, num_active)
+        if sequence.num_ring and not all(name in WITHOUT_PLANES for name in drafter.split("+")):
+            return "off", 0
+        return drafter, depth
 
     def _may_share(self, sequence: Sequence) -> bool:
         """Drafts that a thinking budget dictates need their rows, and so do those that somebody asked for."""

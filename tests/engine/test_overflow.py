@@ -53,6 +53,7 @@ def test_the_bits_are_those_of_a_device_that_holds_all(machine: Machine, num_tok
     with engine(machine, 256) as parts:
         assert parts.scheduler.pool.num_pages == 16
         [split] = run(parts, [request])
+        assert split.end is not None and split.end.timings.draft_n > 0
         cold = parts.runner.cold
         assert cold is not None and cold.count > 0 and not parts.runner.overflows
         assert parts.scheduler.prefix.num_pages <= 4
