@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from localspec.commands.library import import_
 from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, mtp
+from localspec.engine.packed_weights import can_pack
 from localspec.formats import compact as quantiser
 from localspec.formats.checkpoint import open_checkpoint, read_config
 from localspec.hub import calibration, compact, compact_report, layout
@@ -428,7 +429,12 @@ def test_command(tmp_path: Path) -> None:
     # An installed model goes by its id; NVFP4 parts stay as they are.
     again = command(home, "model-nvfp4", "--compact", "--name", "again", "--json", "--device", "cpu")
     assert again.exception is None, again.exception
-    report = json.loads(again.stdout)["report"]
+    document = json.loads(again.stdout)
+    report = document["report"]
+    # The weights as a card's kernels read them lie beside the model, and are no foreign file to `verify`.
+    [kept] = (home / "models" / "again").glob("weights.packed") if can_pack() else [None]
+    assert document["packed_bytes"] == (kept.stat().st_size if kept else 0)
+    assert verify(home, "again") == ()
     assert report["agreement"]["mean_kl_nats"] == pytest.approx(0, abs=1e-6)
     for arguments, words, code in (
         ((str(source), "--bits", "5"), "belong to --compact", 2),
