@@ -201,6 +201,7 @@ class SyntheticBench:
         device = self._ops.device
         found = {
             "bar_gib": limit_bytes / GIB,
+            "all_on_card": parts.runner.cold is None,
             "driver_gib": driver_bytes(device) / GIB,
             "planned_gib": sum(parts.metrics.snapshot().memory_bytes.values()) / GIB,
             "reserved_gib": torch.cuda.memory_reserved(device) / GIB,
