@@ -80,6 +80,9 @@ def openai_form(fields: Fields) -> dict[str, Any]:
     thinking = fields.object("thinking")
     if thinking is not None:
         body.update(_thinking(thinking))
+    form = (fields.object("output_config") or Fields({})).object("format") or fields.object("output_format")
+    if form is not None:
+        body["response_format"] = form.data
     return body
 
 

@@ -281,6 +281,7 @@ def _messages_request() -> Schema:
         tools={"type": "array", "items": OBJECT},
         tool_choice=OBJECT,
         thinking=OBJECT,
+        output_config=_object(format=OBJECT),
         stream=FLAG,
         temperature=_number(0, 1),
         top_p=_number(0, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -99,6 +100,17 @@ async def test_anthropics_prefill_is_continued() -> None:
     async with serving(listening.engine) as address, httpx.AsyncClient(base_url=address) as http:
         assert (await http.post("/v1/messages", json=body)).status_code == 200
     assert listening.seen[0].continue_final_message
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+async def test_anthropics_schema_for_the_answer(place: str) -> None:
+    listening = Listening()
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    extra = {place: {"format": form} if place == "output_config" else form}
+    async with serving(listening.engine) as address, httpx.AsyncClient(base_url=address) as http:
+        assert (await http.post("/v1/messages", json={"max_tokens": 9, "messages": ASK, **extra})).status_code == 200
+    grammar = listening.seen[0].grammar
+    assert grammar is not None and (grammar.kind, json.loads(grammar.source)) == ("json_schema", {"type": "object"})
 
 
 async def test_how_tools_may_be_called_reaches_the_engine() -> None:
