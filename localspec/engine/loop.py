@@ -302,7 +302,7 @@ class DecodeLoop:
         if snapshot is not None:
             scheduler.prefix.add_snapshot(ids, snapshot, sequence.request.cache_salt)
             states.append((len(ids), snapshot))
-        if sequence.num_ring:
+        if sequence.outgrown:
             scheduler.park_states([*states])
         runner.release(slot)
         self.tiers.retired(sequence, ids, states)

@@ -131,17 +131,19 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Give the first waiting request a slot if its pages can be had; evicts cached pages for it.
 
-        Requests whose prefix is being fetched are passed over until it is there.
+        Requests whose prefix is being fetched are passed over until it is there, and those that may become larger than
+        the device while another such runs.
         """
         self._waiting = [sequence for sequence in self._waiting if not sequence.cancelled]
         slot = next((i for i, held in enumerate(self._slots) if held is None), None)
-        sequence = next((sequence for sequence in self._waiting if not sequence.held), None)
+        large_runs = any(other.num_ring for other in self.active)
+        ready = (s for s in self._waiting if not s.held and not (large_runs and self._is_larger(s)))
+        sequence = next(ready, None)
         if slot is None or sequence is None:
             return None
         request = sequence.request
-        bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS
-        total_pages = -(-bound // PAGE_TOKENS)
-        if total_pages > self.pool.num_pages - 1:
+        total_pages = self._bound_pages(request)
+        if self._is_larger(sequence):
             return self._admit_larger(sequence, slot, total_pages)
         match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
         held = [*match.pages, *([match.partial_page] if match.partial_page is not None else [])]
@@ -157,16 +159,22 @@ class Scheduler:
             return None
         return self._place(sequence, slot, match, self._fresh(match, wanted))
 
+    def _bound_pages(self, request: Request) -> int:
+        bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS
+        return -(-bound // PAGE_TOKENS)
+
+    def _is_larger(self, sequence: Sequence) -> bool:
+        """Whether a sequence may come to need more pages than the device has."""
+        return self._bound_pages(sequence.request) > self.pool.num_pages - 1
+
     def _admit_larger(self, sequence: Sequence, slot: int, total_pages: int) -> Admission | None:
         """A sequence that the device cannot hold: one at a time, and only if host memory holds the rest of it."""
-        if any(other.num_ring for other in self.active):
-            return None
         parked, match = self._parked, None
         if parked is not None and total_pages - len(parked.pages) <= self.limits.overflow.cold_pages:
             match = parked.match(sequence.request, self.needs_state)
         if parked is not None and match is not None:
             self._parked = None
-            sequence.num_ring = parked.num_ring
+            sequence.num_ring, sequence.outgrown = parked.num_ring, True
             return replace(self._place(sequence, slot, match, parked.pages), goes_on=True)
         self._drop_parked()
         share = share_for(
@@ -193,6 +201,7 @@ class Scheduler:
         sequence.pages = pages
         sequence.cached_tokens = sequence.prefilled_tokens = match.total_tokens
         sequence.length_bound_tokens = sequence.prompt_tokens
+        sequence.see_growth(MAX_ROWS)
         sequence.miss_reason = self._miss_reason(sequence, match)
         sequence.state_positions = self._state_positions(request, match)
         done = sequence.prefilled_tokens >= sequence.prefill_target_tokens
@@ -244,7 +253,7 @@ class Scheduler:
             ids = ids[: sequence.prefilled_tokens]
         if keep and ids:
             self.remember(sequence, ids)
-        if keep and ids and sequence.num_ring:
+        if keep and ids and sequence.outgrown:
             request = sequence.request
             self._parked = Parked(ids, sequence.pages, sequence.num_ring, request.cache_salt, request.chat_id)
         else:
@@ -255,7 +264,7 @@ class Scheduler:
     def remember(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
         """Put the first tokens of a sequence into the tree, of one that is larger than the device those that stay."""
         request = sequence.request
-        if sequence.num_ring:
+        if sequence.outgrown:
             ids = ids[: (len(sequence.pages) - sequence.num_ring) * PAGE_TOKENS]
         self.prefix.insert(ids, sequence.pages, request.chat_id, request.cache_salt)
 
@@ -323,6 +332,8 @@ class Scheduler:
 
     def _verify_plan(self, decoding: list[Sequence]) -> VerifyPlan:
         spare_rows = MAX_ROWS - len(decoding)
+        for sequence in decoding:
+            sequence.see_growth(2 * MAX_ROWS)
         choices = [self._choice(sequence, len(decoding)) for sequence in decoding]
         shared = self.limits.shares_rows and all(self._may_share(sequence) for sequence in decoding)
         slots = []
@@ -338,7 +349,7 @@ class Scheduler:
     def _choice(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
         """(drafter, depth). Drafters' own planes do not follow a sequence that is larger than the device."""
         drafter, depth = self.policy.choose(sequence, num_active)
-        if sequence.num_ring and not all(name in WITHOUT_PLANES for name in drafter.split("+")):
+        if sequence.outgrown and not all(name in WITHOUT_PLANES for name in drafter.split("+")):
             return "off", 0
         return drafter, depth
 

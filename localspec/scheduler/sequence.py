@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from localspec.core.records import Request
+from localspec.core.records import PAGE_TOKENS, Request
 
 
 class Stage(Enum):
@@ -29,7 +29,9 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_ring: int = 0
-    """Last of the pages that are used in turn, in a sequence that is larger than the device."""
+    """Last of the pages that are used in turn once the sequence is larger than they are."""
+    outgrown: bool = False
+    """It is: from now on only its first pages are all there."""
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     length_bound_tokens: int = 0
@@ -56,6 +58,11 @@ class Sequence:
                 self.phase = "thinking"
             elif token_id == rule.end_ids[-1] or rule.close_ids[-1:] == (token_id,):
                 self.phase = "answer"
+
+    def see_growth(self, coming_tokens: int) -> None:
+        """Before a step that may add so many tokens."""
+        held_tokens = len(self.pages) * PAGE_TOKENS
+        self.outgrown |= self.num_ring > 0 and self.length_bound_tokens + coming_tokens > held_tokens
 
     @property
     def prompt_tokens(self) -> int:
