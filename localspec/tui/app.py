@@ -17,6 +17,7 @@ from localspec.api.library import ModelLibrary
 from localspec.chats import StoreWorker
 from localspec.tui.conversation import Conversation
 from localspec.tui.options import ChatSettings, UiOptions
+from localspec.tui.safe_lines import SafeLines
 from localspec.tui.screens.chat import ChatScreen
 from localspec.tui.slash import SLASHES
 
@@ -57,6 +58,7 @@ class LocalspecApp(App[None]):
             # Textual's own answer to NO_COLOR is shades of grey, which are colour codes as well.
             self.no_color = True
             self._filters: list[LineFilter] = [NoColor()]
+        self._filters.insert(0, SafeLines())
 
     def on_mount(self) -> None:
         self.push_screen(self.chat)
