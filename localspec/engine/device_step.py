@@ -37,8 +37,8 @@ class StepNeeds:
     """What the requests of a step ask of it, as far as the host knows: only that is computed.
 
     logprobs: alternatives at each token, None for no log-probabilities; thinking: some slot has a budget;
-    grammars: by slot. A step with grammars waits for its drafts between forward pass and acceptance; `catch_up` is called
-    then, and brings the grammars to where the step begins: what the step before said is known by that time.
+    grammars: by slot. A step with grammars waits for its drafts between forward pass and acceptance; `catch_up` is
+    called then, and brings the grammars to where the step begins: what the step before said is known by that time.
     """
 
     law: ProcessorPlan
