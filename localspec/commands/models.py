@@ -25,7 +25,7 @@ from localspec.config import Settings
 
 if TYPE_CHECKING:
     from localspec.hub.budget import Use
-    from localspec.hub.catalogue import ModelEntry
+    from localspec.hub.catalogue import DrafterEntry, ModelEntry
     from localspec.hub.records import PullResult
 
 
@@ -160,8 +160,12 @@ def show(model: str, with_fit: bool, gpu_gib: float | None, as_json: bool) -> No
 
 def _show_document(config: Settings, model: str) -> dict[str, Any]:
     from localspec.hub import local
+    from localspec.hub.catalogue import find_drafter
 
     model_id = known_id(config, model)
+    drafter = find_drafter(catalogue(config), model)
+    if drafter is not None or model_id in drafter_ids(config):
+        return _drafter_document(config, model_id)
     if model_id in installed_ids(config) and not _in_catalogue(config, model_id):
         facts = local.show(config.paths.data_dir, model_id)
         manifest = facts.model.manifest
@@ -194,12 +198,30 @@ def _show_document(config: Settings, model: str) -> dict[str, Any]:
         "pinned_revisions": _pinned_revisions(config, entry),
         "download_gb": entry.download_gb or None,
         "sources": [_described_source(source) for source in entry.sources],
-        "drafters": [_described_drafter(drafter.kind, drafter.repo or drafter.model) for drafter in entry.drafters],
+        "drafters": [_described_drafter(drafter) for drafter in entry.drafters],
         "drafters_installed": _installed_drafters(config, entry.id),
         "sampling": {name: dict(preset) for name, preset in entry.sampling.items()},
         "smallest_gpu_gib": entry.smallest_gpu_gib,
         "context_tokens_by_gpu_gib": {str(size): tokens for size, tokens in entry.context_tokens.items()},
         "installed": (folder / "localspec.json").is_file(),
+        "folder": str(folder),
+        "size_bytes": _size(folder),
+    }
+
+
+def _drafter_document(config: Settings, drafter_id: str) -> dict[str, Any]:
+    """What is known of a drafter by its id, `MODEL.KIND`."""
+    model_id, _, kind = drafter_id.rpartition(".")
+    folder = config.paths.drafters_dir / drafter_id
+    entry = next((each for each in catalogue(config).models if each.id == model_id), None)
+    known = next((each for each in entry.drafters if each.kind == kind), None) if entry is not None else None
+    return {
+        "id": drafter_id,
+        "kind": kind,
+        "drafts_for": model_id,
+        "source": _described_drafter(known) if known is not None else "not in the catalogue",
+        "verified": known.verified if known is not None else None,
+        "installed": drafter_id in drafter_ids(config),
         "folder": str(folder),
         "size_bytes": _size(folder),
     }
@@ -232,8 +254,11 @@ def _described_source(source: Any) -> str:
     return f"{source.repo}@{source.revision}: {files}"
 
 
-def _described_drafter(kind: str, place: str | None) -> str:
-    return f"{kind} from {place}" if place else f"{kind} in the model's own files"
+def _described_drafter(drafter: DrafterEntry) -> str:
+    if drafter.bundled is not None:
+        return f"{drafter.kind}, which comes with this program"
+    place = drafter.repo or drafter.model
+    return f"{drafter.kind} from {place}" if place else f"{drafter.kind} in the model's own files"
 
 
 def _budgets(config: Settings, model: str, gpu_gib: float | None) -> tuple[Use, ...]:

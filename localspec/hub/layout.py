@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,11 +242,23 @@ def refuse_small_disk(model_id: str, needed_bytes: int, data_dir: Path) -> None:
     """Raises HubError (exit code 3), with numbers, when so many bytes and a reserve do not fit beside the models."""
     available_bytes = free_bytes(data_dir)
     if needed_bytes + RESERVE_BYTES > available_bytes:
+        largest = ", ".join(f"{name} ({size_bytes / 1e9:.1f} GB)" for name, size_bytes in _largest_models(data_dir))
         raise HubError(
             f"{model_id} needs {(needed_bytes + RESERVE_BYTES) / 1e9:.2f} GB on the disk of {data_dir}, "
-            f"{available_bytes / 1e9:.2f} GB are free; remove a model with 'localspec rm' or free space",
+            f"{available_bytes / 1e9:.2f} GB are free; free space"
+            + (f", or remove a model with 'localspec rm': {largest}" if largest else ""),
             EXIT_MACHINE_CANNOT,
         )
+
+
+def _largest_models(data_dir: Path, most: int = 3) -> list[tuple[str, int]]:
+    """What could be removed, by the sizes that manifests state; damaged ones are passed over."""
+    found: list[tuple[str, int]] = []
+    for path in (data_dir / "models").glob(f"[!.]*/{MANIFEST_NAME}"):
+        with suppress(HubError):
+            manifest = read_manifest(path.parent)
+            found.append((manifest.model_id, sum(record.size_bytes for record in manifest.files.values())))
+    return sorted(found, key=lambda item: -item[1])[:most]
 
 
 def free_bytes(directory: Path) -> int:

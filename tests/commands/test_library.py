@@ -102,6 +102,9 @@ def test_a_model_from_pull_to_rm(run: Run, hub: FakeHub, tmp_path: Path) -> None
     row = document(run("ls", "--json"))[0]
     assert (row["id"], row["installed"], row["drafters"]) == ("tiny", True, ["eagle3", "mtp"])
     assert "+eagle3 +mtp" in run("ls").stdout
+    shown = document(run("show", "t.mtp", "--json"))
+    assert (shown["id"], shown["drafts_for"], shown["installed"]) == ("tiny.mtp", "tiny", True)
+    assert shown["source"] == "mtp from acme/base" and shown["size_bytes"] > 0
     assert document(run("verify", "--json")) == {"tiny": [], "tiny.mtp": [], "tiny.eagle3": []}
     use = document(run("df", "--json"))
     assert [name for name, _ in use["models"]] == ["tiny"] and len(use["drafters"]) == 2

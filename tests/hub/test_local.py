@@ -128,6 +128,16 @@ def test_prune_takes_old_leftovers_only(tmp_path: Path) -> None:
     assert local.list_installed(tmp_path)[0].problem is None
 
 
+def test_a_full_disk_names_what_could_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "small")
+    install(tmp_path, "large", b"x" * 300_000)
+    (install(tmp_path, "broken") / "localspec.json").write_text("{")
+    monkeypatch.setattr(layout, "free_bytes", lambda directory: 5 << 30)
+    layout.refuse_small_disk("m", 4 << 30, tmp_path)
+    with pytest.raises(HubError, match=r"needs 6\.51 GB .*5\.37 GB are free.*'localspec rm': large .*, small "):
+        layout.refuse_small_disk("m", 6 << 30, tmp_path)
+
+
 def test_disk_use(tmp_path: Path) -> None:
     assert local.disk_use(tmp_path / "not" / "there").total_bytes == 0
     install(tmp_path, "small")
