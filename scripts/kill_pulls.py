@@ -4,8 +4,9 @@
 
 The hub is the one of the tests, on this machine. Three pulls die: a GGUF file that is converted, a checkpoint of
 several files, and single tensors by their ranges. After each death the installed models must pass `verify` or not be
-there, the next pull must finish the work, and bytes that a sidecar records as there may not be asked for again. Prints
-a line for each kind and keeps the result in scripts/results/kill_pulls.json.
+there, the next pull must finish the work, and bytes that a sidecar records as there may not be asked for again; the
+script ends at the first that is otherwise. Prints a line for each kind and keeps the counts in
+scripts/results/kill_pulls.json.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def main() -> None:
                 "whole_after_random": n_random_there, "seconds": round(time.monotonic() - began_s, 1),
             }  # fmt: skip
             print(kind, json.dumps(rows[kind]), flush=True)
-    document = {"seed": arguments.seed, "kinds": rows, "half_models": 0, "refetched_finished_parts": 0}
+    document = {"seed": arguments.seed, "kinds": rows}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
