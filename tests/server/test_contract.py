@@ -176,6 +176,7 @@ async def test_one_call_waits_for_the_end_that_the_model_makes() -> None:
     assert cut["usage"]["completion_tokens"] < ended["usage"]["completion_tokens"] + 40
 
 
+@pytest.mark.slow
 async def test_the_llm_program(tmp_path: Path) -> None:
     """A chat with a tool call, in an empty home."""
     pytest.importorskip("llm")
