@@ -17,6 +17,7 @@ from localspec.api.library import ModelLibrary
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
 from localspec.tui.attachments import AttachmentError, fenced, read_file
+from localspec.tui.compositor import CroppingCompositor
 from localspec.tui.conversation import Conversation
 from localspec.tui.drafter_choice import choose_again
 from localspec.tui.engine_notices import EngineNotices
@@ -54,6 +55,7 @@ class ChatScreen(Screen[None]):
 
     def __init__(self, conversation: Conversation, options: UiOptions, library: ModelLibrary | None = None) -> None:
         super().__init__()
+        self._compositor = CroppingCompositor()
         self.conversation = conversation
         self.options = options
         self.panel_form = "auto"
