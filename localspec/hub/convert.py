@@ -2,7 +2,7 @@
 
 Blocks of integer codes are kept without loss in the `localspec-blocks` form (`formats.blocks` documents it and reads it
 back, `hub.gguf_blocks` makes it); half-precision and float32 tensors stay what they are; every other block format is
-written as its exact float32 values. Knows no network and no catalogue.
+written as its exact values, in bfloat16 where that holds them and in float32 else. Knows no network and no catalogue.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from localspec.storage.safetensors import DTYPE_BYTES, TensorItem, write_safeten
 
 QUANT_METHOD = "localspec-blocks"
 PLAIN_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+BFLOAT16_TYPES = frozenset({"NVFP4", "MXFP4"})
+"""Codes of at most two significant bits times scales of at most four: bfloat16 holds every product exactly."""
 WEIGHTS_NAME = "model.safetensors"
 
 Array = npt.NDArray[Any]
@@ -156,8 +158,15 @@ def _plan_dequantised(file: GgufFile, tensor: GgufTensor, target: MappedTensor) 
             values = values * file.dequantise(scale)[0]
         return _changed(_ordered(values, target), target, file.path.name)
 
+    if tensor.type.name in BFLOAT16_TYPES and scale is None and target.change == "none":
+        return target.name, "BF16", tensor.shape, lambda: _upper_halves(load())
     shape = (tensor.shape[0], 1, *tensor.shape[1:]) if target.change == "middle_axis" else tensor.shape
     return target.name, "F32", shape, load
+
+
+def _upper_halves(values: Array) -> Array:
+    """float32 -> bfloat16 of values that it holds exactly.  # any shape f32 -> the same u16"""
+    return (np.ascontiguousarray(values, dtype="<f4").view("<u4") >> np.uint32(16)).astype("<u2")
 
 
 def _changed(values: Array, target: MappedTensor, file_name: str) -> Array:

@@ -41,6 +41,8 @@ class SampleModel:
     extra_metadata: dict[str, object] = field(default_factory=dict)
     extra_tensors: dict[str, np.ndarray] = field(default_factory=dict)
     """Float32 tensors beside those of the architecture."""
+    raw_tensors: dict[str, tuple[np.ndarray, Q]] = field(default_factory=dict)
+    """Blocks, as they are stored, in place of those of a tensor."""
     n_unused_tokens: int = 3
 
 
@@ -78,6 +80,10 @@ def write_model(path: Path, model: SampleModel, seed: int = 0) -> dict[str, np.n
     values = {}
     for name, shape in shapes.items():
         if name in model.leave_out:
+            continue
+        if name in model.raw_tensors:
+            raw, raw_kind = model.raw_tensors[name]
+            writer.add_tensor(name, raw, raw_dtype=raw_kind)
             continue
         dense = (rng.normal(size=shape) * 0.1 + ("norm" in name)).astype(np.float32)
         kind = model.embedding_type if name == "token_embd.weight" else model.weight_type if len(shape) == 2 else Q.F32

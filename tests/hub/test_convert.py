@@ -86,6 +86,27 @@ def test_weights_are_exact(tmp_path: Path, architecture: str, weight_type: Q) ->
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("type_name", ["NVFP4", "MXFP4"])
+def test_four_bit_floats_become_bfloat16_exactly(tmp_path: Path, type_name: str) -> None:
+    """Random blocks in place of a written matrix's: every code and scale comes back as the reference reads it."""
+    import gguf
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    type_id = next(i for i, kind in TENSOR_TYPES.items() if kind.name == type_name)
+    kind = gguf.GGMLQuantizationType(type_id)
+    block_values, _ = gguf.GGML_QUANT_SIZES[kind]
+    raw = random_blocks(type_id, 96 * 64 // block_values, seed=3).reshape(96, -1)
+    blocks = {"blk.0.ffn_up.weight": (raw, kind)}
+    out, _ = convert(tmp_path, SampleModel(weight_type=Q.F32, raw_tensors=blocks))
+    ours = load_torch(out / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert ours.dtype == torch.bfloat16
+    expected = gguf.quants.dequantize(raw, kind)
+    assert len(np.unique(expected)) > 100
+    np.testing.assert_array_equal(ours.float().numpy(), expected)
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("weight_type", [Q.Q4_1, Q.F32, Q.BF16], ids=lambda q: q.name)
 def test_a_factor_of_a_whole_tensor_is_multiplied_in(tmp_path: Path, weight_type: Q) -> None:
     """As NVFP4 weights have it; a factor of the inputs beside it means nothing without quantised inputs."""
