@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from localspec.tui.text import clean
+from localspec.tui.text import clean, clean_line
 
 FILE_LIMIT_BYTES = 4 * 1024 * 1024
 PASTE_CHIP_LINES = 40
@@ -60,7 +61,8 @@ class Attachments:
         self._items: list[Attachment] = []
 
     def add(self, label: str, text: str) -> str:
-        """Keep a text; returns its chip."""
+        """Keep a text; returns its chip. A name in the label may hold anything, the chip is one clean line."""
+        label = clean_line(label)
         number = sum(item.chip.startswith(f"[{label}") for item in self._items) + 1
         chip = f"[{label}]" if number == 1 else f"[{label} #{number}]"
         self._items.append(Attachment(chip, text))
@@ -68,9 +70,11 @@ class Attachments:
 
     def expand(self, prompt: str) -> str:
         """The prompt with each chip replaced by its text."""
-        for item in self._items:
-            prompt = prompt.replace(item.chip, item.text)
-        return prompt
+        if not self._items:
+            return prompt
+        # In one pass: a text that holds the name of another chip stays as it is.
+        texts = {item.chip: item.text for item in self._items}
+        return re.sub("|".join(map(re.escape, texts)), lambda match: texts[match[0]], prompt)
 
     def pack(self, prompt: str) -> str:
         """The prompt and the texts behind its chips as one text, to be kept with a chat."""

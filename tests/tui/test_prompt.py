@@ -102,6 +102,14 @@ def test_a_kept_draft_of_another_form_is_text(kept: str) -> None:
     assert Attachments().unpack(kept) == kept[1:]
 
 
+def test_chips_are_put_in_once_and_clean() -> None:
+    chips = Attachments()
+    first = chips.add("file a\x1b[31m\n.txt", "see [file b.txt] and [file b.txt #2]")
+    second, third = chips.add("file b.txt", "B \\1"), chips.add("file b.txt", "C")
+    assert (first, second, third) == ("[file a\ufffd[31m .txt]", "[file b.txt]", "[file b.txt #2]")
+    assert chips.expand(f"{first}|{third}|{second}") == "see [file b.txt] and [file b.txt #2]|C|B \\1"
+
+
 async def test_what_is_written_is_kept_while_it_is_written(tmp_path: Path) -> None:
     async with started(scripted("a"), tmp_path) as (app, pilot):
         await pilot.press(*"half a question")
