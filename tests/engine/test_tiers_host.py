@@ -26,7 +26,7 @@ def tiers_of(parts: Assembled) -> HostAndDisk:
     return parts.loop.tiers
 
 
-@pytest.mark.parametrize(("kind", "num_tokens", "count"), [("llama", 250, 1), ("llama", 505, 4), ("qwen3_5", 257, 4)])
+@pytest.mark.parametrize(("kind", "num_tokens", "count"), [("llama", 505, 3), ("qwen3_5", 257, 4)])
 def test_each_tier_equals_the_device(tmp_path: Path, kind: str, num_tokens: int, count: int) -> None:
     """A few of the cuts that scripts/sweep_tiers.py takes."""
     machine = Machine(kind, tmp_path / "model", ("ngram", "mtp", "eagle3"))
