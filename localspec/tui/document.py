@@ -14,6 +14,7 @@ from localspec.tui.wrap import wrap_text
 _OPEN_FENCE = re.compile(r" {0,3}(?:`{3,}|~{3,})[ ]*([^\s`]*)")
 _FENCE_END = re.compile(r" {0,3}(?:`{3,}|~{3,}) *$")
 _BLANK = Strip([], 0)
+BEGUN_PIECE_CHARS = 4000
 
 
 class StreamedDocument:
@@ -86,9 +87,9 @@ class StreamedDocument:
                 end -= 1
         strips = [strip for line in self._open_lines[:end] for strip in line]
         if begun and not whole:
-            strips += self._label(fence, width) if fence is not None else wrap_text(begun, width)
+            strips += self._label(fence, width) if fence is not None else _begun_strips(begun, width)
         elif begun and not (fence is not None and _FENCE_END.match(begun)):
-            strips += wrap_text(begun, width)
+            strips += _begun_strips(begun, width)
         return strips
 
     @staticmethod
@@ -99,3 +100,15 @@ class StreamedDocument:
         """(first line, line after the last, source) of each block of the strips that were given last."""
         found = [(start, end, block) for (start, end), block in zip(self._ranges, self._blocks, strict=False)]
         return found if self._open is None else [*found, (*self._open, self._splitter.open_text)]
+
+
+def _begun_strips(text: str, width: int) -> list[Strip]:
+    # A line without an end (base64, minified code) would be wrapped anew from its beginning with each update; in
+    # pieces, all but the last come from the cache.
+    strips: list[Strip] = []
+    start = 0
+    while len(text) - start > 2 * BEGUN_PIECE_CHARS:
+        end = text.rfind(" ", start, start + BEGUN_PIECE_CHARS) + 1 or start + BEGUN_PIECE_CHARS
+        strips += wrap_text(text[start:end].rstrip(" "), width)
+        start = end
+    return strips + wrap_text(text[start:], width)

@@ -41,6 +41,7 @@ _STYLES = {
 # (some 0.1 s at these limits).
 HIGHLIGHT_LIMIT_CHARS = 16_000
 RENDER_LIMIT_TOKENS = 4_000
+RENDER_LIMIT_CHARS = 100_000
 # The parser passes over what is nested deeper than 20.
 NESTING_LIMIT = 16
 
@@ -103,6 +104,8 @@ class MarkdownRenderer:
 
     def render(self, block: str, width: int) -> list[Strip]:
         """Strips of a block, each at most `width` cells. One that cannot be drawn whole is shown as it was written."""
+        if len(block) > RENDER_LIMIT_CHARS:
+            return wrap_text(block, width)
         tokens = self._parser.parse(drawable(block))
         if len(tokens) > RENDER_LIMIT_TOKENS or any(token.level > NESTING_LIMIT for token in tokens):
             return wrap_text(block, width)

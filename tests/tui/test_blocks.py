@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 import time
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localspec.tui import document
+from localspec.tui import document, wrap
 from localspec.tui.blocks import BlockSplitter, code_blocks, markdown_parser, split_blocks
 from localspec.tui.document import StreamedDocument
 from localspec.tui.markdown import MarkdownRenderer
@@ -191,6 +192,27 @@ def test_lines_of_an_open_block_are_wrapped_once(line: str, monkeypatch: pytest.
         before = list(strips)
     # Each whole line once, and the line that is being written at each update.
     assert len(wrapped) <= 400 + number_of_updates + 5
+
+
+@pytest.mark.parametrize("word", ["some words ", "x" * 50])
+def test_a_line_without_an_end_costs_its_end(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[int] = []
+    real = wrap.wrap_line.__wrapped__
+
+    @lru_cache(8192)
+    def counted(runs: tuple[wrap.Run, ...], width: int) -> object:
+        wrapped.append(len(runs[0][0]))
+        return real(runs, width)
+
+    monkeypatch.setattr(wrap, "wrap_line", counted)
+    growing = StreamedDocument(MarkdownRenderer())
+    for _ in range(400):
+        growing.append(word * 5)
+        strips = growing.strips(60)
+    text = word * 2000
+    assert "".join(strip.text for strip in strips).replace(" ", "") == text.replace(" ", "")
+    # Each update wraps the two newest pieces at most; the rest of the line came from the cache.
+    assert sum(wrapped) < 400 * 2.5 * document.BEGUN_PIECE_CHARS < 400 * len(text) / 2
 
 
 def test_html_is_shown_as_written() -> None:
