@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from textual.app import App, SystemCommand
@@ -62,6 +65,13 @@ class LocalspecApp(App[None]):
 
     def on_mount(self) -> None:
         self.push_screen(self.chat)
+        # Ended from outside, or by a terminal that goes: as Ctrl+Q does, so that the terminal is as it was before.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # only the main thread can take signals
+                asyncio.get_running_loop().add_signal_handler(number, self._end)
+
+    def _end(self) -> None:
+        self.run_worker(self.chat.leave(), group="end", exclusive=True)
 
     async def run_async(self, **options: Any) -> None:
         """Run until the user leaves. Options are those of Textual's App."""

@@ -144,6 +144,21 @@ def test_kill_in_mid_answer_loses_at_most_a_second(tmux: Tmux, tmp_path: Path) -
     assert answer.content.count("word") >= shown - 40
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_an_end_from_outside_is_a_clean_one(tmux: Tmux, tmp_path: Path, number: signal.Signals) -> None:
+    tmux.start("word " * 2000, 200)
+    tmux.wait(lambda screen: "Ask something" in screen)
+    tmux.keys("go", "Enter")
+    tmux.wait(lambda screen: screen.count("word") > 20)
+    tmux.keys("unsent")
+    tmux.wait(lambda screen: "unsent" in screen)
+    os.kill(int((tmp_path / "pid").read_text()), number)
+    screen = tmux.wait(lambda screen: "left in good order" in screen)
+    assert "word word" not in screen
+    (chat,) = open_store(tmp_path / "chats.sqlite3").chats()
+    assert chat.draft == "unsent"
+
+
 def test_escape_codes_of_an_answer_do_not_reach_the_terminal(tmux: Tmux) -> None:
     evil = "a\x1b[2J\x1b[31mred\x1b]0;owned\x07\x1b]52;c;eA==\x07\x9b5m\u202eb ✅"
     tmux.start(f"{evil}\n\n```sh\n{evil}\n```\n\n| {evil} | b |\n|---|---|\n| 1 | {evil} |\n", 0, NO_COLOR="1")
