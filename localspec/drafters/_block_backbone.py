@@ -145,7 +145,7 @@ class BlockBackbone:
             self._waiting.store(rows, taps, state)
             return
         slots = torch.where(self._waiting.committed(rows, state), rows.slots, -1)
-        self._store(taps, Paging(rows.block_tables, slots, rows.max_position_bound + 1), rows.positions, cache)
+        self._store(taps, Paging.up_to(rows.block_tables, slots, rows.max_position_bound), rows.positions, cache)
         self._waiting.mark_run(rows, state)
 
     def forget(self, slot: int) -> None:
@@ -158,8 +158,8 @@ class BlockBackbone:
         A new sequence that was never observed has nothing that waits.
         """
         taken = self._waiting.take(depths, state)
-        bound = max(depths.length_bounds, default=1) + 1
-        self._store(taken.sources, Paging(state.block_tables, taken.slots, bound), taken.positions, cache)
+        paging = Paging.up_to(state.block_tables, taken.slots, max(depths.length_bounds, default=1))
+        self._store(taken.sources, paging, taken.positions, cache)
         return (self._waiting.caught_up(state) | (state.lengths == 1)) & (state.lengths > 0)
 
     def _store(self, taps: Tensor, paging: Paging, positions: Tensor, cache: Cache) -> None:
@@ -181,9 +181,9 @@ class BlockBackbone:
         newest = state.history[slots, first]
         token_ids = torch.where(block.offsets == 0, newest, self.shape.mask_token_id)
         real = (block.slots >= 0) & (state.lengths[slots] > 0)
-        bound = max(depths.length_bounds, default=1) + self.shape.block_size
+        furthest = max(depths.length_bounds, default=1) + self.shape.block_size
         step = _BlockStep(
-            paging=Paging(state.block_tables, torch.where(real, block.slots, -1), bound),
+            paging=Paging.up_to(state.block_tables, torch.where(real, block.slots, -1), furthest),
             positions=first + block.offsets,
             key_begin=self._waiting.valid_from[slots],
             block_end=first + block.counts[slots].clamp(min=1),

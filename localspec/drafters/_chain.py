@@ -116,7 +116,7 @@ class ChainDrafter:
         taken = self._waiting.take(depths, state)
         rounds = _Rounds.of(state, depths.depths, depths, cache, self._waiting.valid_from)
         rows = replace(rounds.rows, positions=taken.positions, slots=taken.slots)
-        paging = Paging(rows.block_tables, rows.slots, rows.max_position_bound + 1)
+        paging = Paging.up_to(rows.block_tables, rows.slots, rows.max_position_bound)
         self._run(LayerStep(rows, cache, paging, taken.key_begin, taken.positions + 1), taken.sources, state)
 
     def _run(self, step: LayerStep, source: Tensor, state: SequenceState) -> None:
@@ -162,5 +162,5 @@ class _Rounds:
         positions = self.rows.positions + column
         slots = torch.where(self.depths > column, self.rows.slots, -1)
         rows = replace(self.rows, positions=positions, slots=slots)
-        paging = Paging(rows.block_tables, slots, rows.max_position_bound + 1)
+        paging = Paging.up_to(rows.block_tables, slots, rows.max_position_bound)
         return LayerStep(rows, self.cache, paging, self.key_begin, positions + 1)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from localspec.kernels.weights import LogicalWeight
 
+PAGE_TOKENS = 64
+"""Tokens of a cache page."""
 Epilogue = Literal["none", "silu_mul", "residual"]
 
 
@@ -49,6 +51,12 @@ class Paging:
     block_tables: Tensor
     slots: Tensor
     max_key_bound: int
+
+    @classmethod
+    def up_to(cls, block_tables: Tensor, slots: Tensor, max_position_bound: int) -> Paging:
+        """For rows at positions up to a host bound. The tables bound positions too: a bound that was rounded up for
+        graphs, with drafts behind it, may lie beyond what they hold."""
+        return cls(block_tables, slots, min(max_position_bound + 1, block_tables.shape[1] * PAGE_TOKENS))
 
 
 class Ops(Protocol):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localspec.kernels.ops import PAGE_TOKENS
 from localspec.kernels.reference_linear import ROW_MULTIPLE
 
-PAGE_TOKENS = 64
 SPLIT_PAGES = 4
 SPLIT_KEYS = SPLIT_PAGES * PAGE_TOKENS
 BLOCK_ROWS = 64

@@ -17,10 +17,9 @@ from torch import Tensor
 from localspec.kernels.backends.reference import ReferenceOps
 from localspec.kernels.fp8_pack import quantise_fp8
 from localspec.kernels.nvfp4_pack import quantise_nvfp4
-from localspec.kernels.ops import Epilogue, GdnInputs, GdnState, GdnWeights, Norm, Ops, Paging
+from localspec.kernels.ops import PAGE_TOKENS, Epilogue, GdnInputs, GdnState, GdnWeights, Norm, Ops, Paging
 from localspec.kernels.weights import DenseWeight, LogicalWeight
 
-PAGE_TOKENS = 64
 ROWS = 16
 BF16_BOUND = 6e-3
 """A result in bfloat16, with a normed operand that may have been rounded to a neighbour."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from localspec.api.types import Sampling
-from localspec.core.records import MAX_SLOTS, Draft
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft
 from localspec.drafters import drafter_module, drafter_names
+from localspec.kernels.backends.reference import ReferenceOps
+from localspec.kernels.ops import Paging
 from localspec.models import Model
 from tests.drafters.session import Session, fixed_draft, random_target, tiny_drafter
 
@@ -71,6 +75,24 @@ def test_a_module_offers_what_a_drafter_needs() -> None:
         assert isinstance(drafter_module(name).needs_weights, bool)
     with pytest.raises(ValueError, match="ngram"):
         drafter_module("nothing")
+
+
+def test_bounds_beyond_the_tables_are_the_tables_own(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds are rounded up for graphs: at the end of a context, with drafts behind, they pass what tables hold."""
+    start_all(session)
+    seen: list[int] = []
+    attention = ReferenceOps.attention
+
+    def checked(ops: ReferenceOps, q: Tensor, k: Tensor, v: Tensor, paging: Paging, *rest: Any) -> Tensor:
+        seen.append(paging.max_key_bound)
+        assert paging.max_key_bound <= paging.block_tables.shape[1] * PAGE_TOKENS
+        return attention(ops, q, k, v, paging, *rest)
+
+    monkeypatch.setattr(ReferenceOps, "attention", checked)
+    last = session.state.block_tables.shape[1] * PAGE_TOKENS - 1
+    depths = dataclasses.replace(session.depths([5, 5, 5, 5]), length_bounds=(last,) * len(session.active))
+    session.verify(session.drafter.propose(depths, session.state, session.cache))
+    assert seen
 
 
 def test_drafts_have_the_asked_for_shape(session: Session) -> None:

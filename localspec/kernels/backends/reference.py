@@ -16,6 +16,7 @@ from torch.nn import functional
 from localspec.kernels import reference_gdn, reference_settle
 from localspec.kernels.elementwise import sigmoid, silu
 from localspec.kernels.ops import (
+    PAGE_TOKENS,
     Epilogue,
     GdnInputs,
     GdnState,
@@ -28,7 +29,7 @@ from localspec.kernels.ops import (
     Window,
     WindowPlaces,
 )
-from localspec.kernels.reference_attention import PAGE_TOKENS, paged_attention
+from localspec.kernels.reference_attention import paged_attention
 from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, choose_way, multiply, prepare
 from localspec.kernels.weights import LogicalWeight
 

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
-from localspec.kernels.ops import Paging
-from localspec.kernels.triton.cache_values import E4M3_SCALE, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.ops import PAGE_TOKENS, Paging
+from localspec.kernels.triton.cache_values import E4M3_SCALE, cache_bytes, load_cached
 from localspec.kernels.triton.cards import capability_major, dependent_launch
 
 BLOCK_KEYS = 32

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localspec.kernels.ops import Paging
+from localspec.kernels.ops import PAGE_TOKENS, Paging
 from localspec.kernels.triton.attention import check_attention
-from localspec.kernels.triton.cache_values import E4M3_SCALE, PAGE_TOKENS, cache_bytes, load_cached
+from localspec.kernels.triton.cache_values import E4M3_SCALE, cache_bytes, load_cached
 from localspec.kernels.triton.cards import capability_major
 
 

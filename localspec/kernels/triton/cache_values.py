@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAGE_TOKENS = 64
+from localspec.kernels.ops import PAGE_TOKENS
 
 E4M3_SCALE = tl.constexpr(256.0)
 """e4m3 bits moved into a float16 read as value / 256; whoever multiplies them puts this on the sum."""

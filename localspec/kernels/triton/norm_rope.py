@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
-from localspec.kernels.ops import Norm, Paging
-from localspec.kernels.triton.cache_values import PAGE_TOKENS, cache_bytes, e4m3_from_float32
+from localspec.kernels.ops import PAGE_TOKENS, Norm, Paging
+from localspec.kernels.triton.cache_values import cache_bytes, e4m3_from_float32
 from localspec.kernels.triton.cards import dependent_launch
 
 
