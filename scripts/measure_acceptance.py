@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=12, help="Of each kind of work.")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="Comma-separated kinds of work.")
+    parser.add_argument("--methods", default=",".join((*TRAINED, PRUNED)))
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
@@ -51,14 +53,14 @@ def main() -> None:
         pruned = pruned_model(chosen.model, Path(folder) / "pruned")
         small = DenseTarget(read_config(pruned), open_checkpoint(pruned), device, dtype)
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for name in (*TRAINED, PRUNED):
+        for name in chosen.methods.split(","):
             drafter = (
                 None
                 if name == PRUNED
                 else load_drafter(name, chosen.drafters / f"{chosen.model.name}.{name}", target)[0]
             )
             found[name] = {}
-            for index, kind in enumerate(KINDS):
+            for index, kind in ((i, each) for i, each in enumerate(KINDS) if each in chosen.kinds.split(",")):
                 found[name][kind] = lengths(store, index, target, drafter or small)
             print(name, json.dumps(found[name]), flush=True)
     document = {
@@ -75,11 +77,11 @@ def write(chosen: argparse.Namespace, target: DenseTarget, store: AnswerStore) -
     text = TextStage(chosen.model, 1 << 20)
     prompts = [
         Prompt(text.prepare(GenerateRequest(messages=each.messages)).request.prompt_ids, True, index)
-        for index, found in enumerate(prompt_sets(chosen.data, chosen.prompts).values())
-        for each in found
+        for index, (kind, found) in enumerate(prompt_sets(chosen.data, chosen.prompts).items())
+        for each in (found if kind in chosen.kinds.split(",") else ())
     ]
     on_card = target.device.type == "cuda"
-    limits = WritingLimits(chosen.max_tokens, 1 << 20 if on_card else 1 << 13, 2048 if on_card else 24)
+    limits = WritingLimits(chosen.max_tokens, 1 << 20 if on_card else 1 << 14, 2048 if on_card else 24)
     write_answers(target, prompts, tuple(text.stop_ids), limits, store.append)
     print(f"{len(store)} answers", flush=True)
 

@@ -155,7 +155,7 @@ def write(chosen: argparse.Namespace, cells: list[Cell]) -> None:
     documents = [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(chosen.json.parent.glob("matrix_*.json"))
     ]
-    parts = [HEAD, walked(ROOT / "scripts/results/drafters_h200.json")]
+    parts = [HEAD, walked(chosen.json.parent)]
     for each in documents:
         note = f" ({each['note']})" if each["note"] else ""
         size = f"{each['prompts']} prompts a kind, {each['max_tokens']} tokens each"
@@ -175,20 +175,21 @@ that differ from plain decoding.
 """
 
 
-def walked(path: Path) -> str:
-    """Acceptance over all measured prompts, taken where the drafters were trained."""
-    report = json.loads(path.read_text(encoding="utf-8"))
-    kinds = list(report["eagle3"]["measured"])
-    lines = [
-        f"## Acceptance length over all prompts, depth 4 ({report['device']}, first 160 tokens of each answer)\n",
-        "| drafter | " + " | ".join(kinds) + " |",
-        "| --- |" + " ---: |" * len(kinds),
-    ]
-    for kind in TRAINED:
-        found = report[kind]["measured"]
-        lines.append(f"| {kind} | " + " | ".join(f"{found[name]['length']:.2f}" for name in kinds) + " |")
-    counts = report["eagle3"]["measured"]
-    lines.append("| answers | " + " | ".join(str(counts[name]["answers"]) for name in kinds) + " |\n")
+def walked(folder: Path) -> str:
+    """Acceptance by depth, from what `measure_acceptance.py` left in the folder."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("acceptance_*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found = document["length_by_drafter_kind_depth"]
+        kinds = list(next(iter(found.values())))
+        size = f"{document['prompts_a_kind']} prompts a kind, first {document['max_tokens']} tokens of each answer"
+        lines.append(f"## Acceptance length by depth ({document['device']}, {size})\n")
+        lines.append("| drafter | depth | " + " | ".join(kinds) + " |")
+        lines.append("| --- | ---: |" + " ---: |" * len(kinds))
+        for drafter, depth in ((each, depth) for each in found for depth in ("2", "4", "7")):
+            values = " | ".join(f"{found[drafter][kind][depth]:.2f}" for kind in kinds)
+            lines.append(f"| {drafter} | {depth} | {values} |")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -184,7 +184,7 @@ class Maker:
         for index, name in enumerate(KINDS):
             entries = measured.select(True, kind=index)
             if len(entries):
-                tally = trained.trainer.measure(entries)
+                tally = trained.trainer.measure(entries, measured)
                 found[name] = {"answers": len(entries), "length": round(tally.length, 4), "rates": tally.per_position}
         self.report[kind] = {**trained.report, "measured": found}
         self.say(f"{kind}: {json.dumps({name: each['length'] for name, each in found.items()})}")  # type: ignore[index]

@@ -224,17 +224,16 @@ class DenseTarget:
         sizes, batch = self.sizes, tokens.shape[0]
         positions = (column - first)[:, None]
         group = sizes.num_heads // sizes.num_kv_heads
-        hidden = (torch.arange(column + 1, device=self.device) < first[:, None]).to(self.dtype) * -3e4
-        hidden = hidden[:, None, None].expand(batch, sizes.num_kv_heads, group, column + 1).flatten(0, 1)
+        visible = (torch.arange(column + 1, device=self.device) >= first[:, None])[:, None, None]
         x = self.embed(tokens)[:, None]
         for index, layer in enumerate(self.layers):
             q, k, v = self._heads(layer, x, positions)
             planes = cache.planes[index]
             planes[0, :, :, column], planes[1, :, :, column] = k[:, 0], v[:, 0]
-            keys, values = (plane[:, :, : column + 1].flatten(0, 1) for plane in planes)
-            grouped = q[:, 0].view(batch * sizes.num_kv_heads, group, sizes.head_dim)
-            scores = torch.baddbmm(hidden, grouped, keys.transpose(1, 2), alpha=sizes.head_dim**-0.5)
-            mixed = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(self.dtype), values)
+            # The heads of a group stand as rows of one query, so that keys are read once; scores stay in float32.
+            grouped = q[:, 0].view(batch, sizes.num_kv_heads, group, sizes.head_dim)
+            keys, values = (plane[:, :, : column + 1] for plane in planes)
+            mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
             x = self._finish(layer, x, mixed.view(batch, 1, -1))
         return self._logits(x[:, 0])
 

@@ -139,12 +139,15 @@ class Trainer:
         return float(np.median(times[len(times) // 3 :]))
 
     @torch.no_grad()
-    def measure(self, entries: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Tally:
-        """Greedy acceptance over answers of the store."""
+    def measure(
+        self, entries: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]], store: AnswerStore | None = None
+    ) -> Tally:
+        """Greedy acceptance over answers, of another store than the one that is trained on if one is given."""
+        store = store or self.store
         tally = Tally()
         plan = BatchPlan(self.plan.batches.tokens_per_batch // 2, self.plan.batches.max_tokens, 0)
-        for batch_entries in epoch_batches(self.store, np.asarray(entries), plan, 0):
-            batch = self.store.batch(batch_entries, plan.max_tokens, self.target.device)
+        for batch_entries in epoch_batches(store, np.asarray(entries), plan, 0):
+            batch = store.batch(batch_entries, plan.max_tokens, self.target.device)
             with self._autocast():
                 hiddens = self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
                 walk(self.drafter.matches(batch, hiddens, self.plan.depth), batch, tally)

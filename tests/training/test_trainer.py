@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localspec.formats.checkpoint import read_config
-from localspec.training.answers import AnswerStore, BatchPlan, epoch_batches
+from localspec.training.answers import Answer, AnswerStore, BatchPlan, epoch_batches
 from localspec.training.drafting import DraftVocabulary
 from localspec.training.recipe import Recipe, train
 from localspec.training.trainer import Trainer, TrainPlan
@@ -17,7 +17,7 @@ from tests.training.common import CPU, KINDS, TinyTarget, drafter, tiny_target, 
 
 pytestmark = pytest.mark.torch
 
-PLAN = TrainPlan(steps=12, batches=BatchPlan(600, 64, 5), measure_every=6, save_every=4, learning_rate=3e-3)
+PLAN = TrainPlan(steps=8, batches=BatchPlan(600, 64, 5), measure_every=4, save_every=3, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
 
 @pytest.fixture(scope="module")
 def store(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> AnswerStore:
-    return written(target, tmp_path_factory.mktemp("store"), count=120, tokens=16)
+    return written(target, tmp_path_factory.mktemp("store"), count=80, tokens=16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_drafter_learns(kind: str, target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
     recipe = Recipe(
-        kind, steps=40, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
-        mask_token_id=130, measure_every=20, save_every=40,
+        kind, steps=24, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
+        mask_token_id=130, measure_every=12, save_every=24,
     )  # fmt: skip
     told: list[str] = []
     found = train(recipe, target.dense, read_config(target.folder), store, tmp_path, told.append)
@@ -63,7 +63,7 @@ def test_a_killed_run_ends_with_the_same_weights(
         killed.run(stop)
     again = trainer(tmp_path / "killed")
     curve = again.run(lambda line: None)
-    assert again.step == 12 and 0 < killed.step < 12
+    assert again.step == 8 and 0 < killed.step < 12
     for (name, expected), (_, found) in zip(
         whole.drafter.module.named_parameters(), again.drafter.module.named_parameters(), strict=True
     ):
@@ -117,3 +117,15 @@ def test_a_training_goes_on_from_a_finished_drafter(target: TinyTarget, store: A
     # BF16 and one tiny step apart.
     assert abs(found.report["untrained_length"] - made.report["length"]) < 0.02
     assert abs(found.report["length"] - made.report["length"]) < 0.02
+
+
+def test_answers_of_another_store_can_be_measured(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
+    """Entries are numbers within a store: the store that is named is the one that is read."""
+    other = AnswerStore(tmp_path / "other")
+    entries = store.select(held_out=True)[-3:]
+    other.append([Answer(store.tokens(entry).tolist(), int(store.index[entry, 2]), held_out=True) for entry in entries])
+    trainer = Trainer(drafter("dspark", target, range(149)), target.dense, store, PLAN, tmp_path)
+    found = trainer.measure([0, 1, 2], other)
+    same = trainer.measure(entries)
+    assert (found.steps, found.accepted, found.reached) == (same.steps, same.accepted, same.reached)
+    assert found.steps != trainer.measure([0, 1, 2]).steps
