@@ -325,8 +325,9 @@ class SpillIndex:
             self.note_chat(db, keys, chat_id)
 
     def note_chat(self, db: sqlite3.Connection, keys: Sequence[bytes], chat_id: str) -> None:
-        """A chat used these blocks; they go with it unless another chat used them too."""
-        db.executemany("INSERT OR IGNORE INTO chat VALUES (?, ?)", [(chat_id, key) for key in keys])
+        """A chat used these blocks, as far as they are there; they go with it unless another chat used them too."""
+        sql = "INSERT OR IGNORE INTO chat SELECT ?, key FROM block WHERE key = ?"
+        db.executemany(sql, [(chat_id, key) for key in keys])
 
     def remove(self, db: sqlite3.Connection, blocks: Iterable[Block]) -> None:
         db.executemany("DELETE FROM block WHERE key = ?", [(block.key,) for block in blocks])

@@ -40,6 +40,7 @@ class TierFigures:
         self._host_bytes = self._read_bytes = 0
         self._host_s = self._read_s = 0.0
         self._host_saved_s = self._disk_saved_s = 0.0
+        self._stored: dict[str, float] = {}
 
     def see_prefill(self, tok_per_s: float) -> None:
         """How fast this machine reads prompts, as just measured."""
@@ -62,7 +63,7 @@ class TierFigures:
                 self._disk_saved_s += saved_s * restored.read_bytes / total_bytes
             if restored.read_bytes and restored.read_s:
                 self.read_bytes_per_s = _mixed(self.read_bytes_per_s, restored.read_bytes / restored.read_s)
-        self.report()
+        self._tell()
 
     def measure_disk(self) -> None:
         """On a disk whose rate nobody has measured yet: write and read a file, if the caps leave room for it."""
@@ -80,7 +81,16 @@ class TierFigures:
             self._store.set_rates(self.prefill_tok_per_s, self.read_bytes_per_s)
 
     def report(self) -> None:
-        """Bring the figures into the metrics."""
+        """Bring the figures into the metrics, with what the index says now."""
+        if self._store is not None:
+            with contextlib.suppress(*INDEX_ERRORS, OSError):
+                self._stored = {
+                    "ssd_bytes": self._store.index.total_bytes(),
+                    "ssd_written_today_bytes": self._store.room.spent_today_bytes(),
+                }
+        self._tell()
+
+    def _tell(self) -> None:
         # Prompts that memory served whole never asked the disk.
         asked_disk = self._asked - self._from_host
         figures: dict[str, float] = {
@@ -98,10 +108,8 @@ class TierFigures:
                 "ssd_restore_mb_per_s": _rate(self._read_bytes, self._read_s),
                 "ssd_saved_s": round(self._disk_saved_s, 3),
                 "ssd_writing": 0.0 if self._store.off_reason else 1.0,
+                **self._stored,
             }
-            with contextlib.suppress(*INDEX_ERRORS, OSError):
-                figures["ssd_bytes"] = self._store.index.total_bytes()
-                figures["ssd_written_today_bytes"] = self._store.room.spent_today_bytes()
         rates = {"prefill_tok_per_s": self.prefill_tok_per_s, "ssd_read_bytes_per_s": self.read_bytes_per_s}
         figures |= {name: round(rate, 1) for name, rate in rates.items() if rate is not None}
         self._metrics.update(tiers=figures)

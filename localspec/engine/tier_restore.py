@@ -59,7 +59,7 @@ class Wish:
 @dataclass(frozen=True)
 class Restored:
     """What a restore brought from host memory and from the disk, and what it cost. `problem`: why it brought less
-    than there seemed to be."""
+    than there seemed to be; `found`: the blocks that were used."""
 
     tokens: int = 0
     host_bytes: int = 0
@@ -67,6 +67,7 @@ class Restored:
     read_bytes: int = 0
     read_s: float = 0.0
     problem: str = ""
+    found: Found | None = None
 
     @property
     def seconds(self) -> float:
@@ -192,12 +193,16 @@ class Restorer:
         if not complete:
             return Restored()
         seconds = time.perf_counter() - started_s
-        self._host.use((block.key for block in found.blocks), wish.chat_id)
-        if self._store is not None:
-            self._store.use(found, wish.chat_id)
         read_s = seconds - cost.host_s if cost.read_bytes else 0.0
         tokens = found.num_tokens - wish.matched_tokens
-        return Restored(tokens, cost.host_bytes, seconds - read_s, cost.read_bytes, read_s)
+        return Restored(tokens, cost.host_bytes, seconds - read_s, cost.read_bytes, read_s, found=found)
+
+    def note_use(self, restored: Restored, wish: Wish) -> None:
+        """Blocks that were used become young: written down once nobody waits for them any more."""
+        if restored.found is not None:
+            self._host.use((block.key for block in restored.found.blocks), wish.chat_id)
+            if self._store is not None:
+                self._store.use(restored.found, wish.chat_id)
 
     def _take_pages(self, found: Found, wish: Wish) -> _Pages | None:
         """Decode thread: hold the pages that the tree has of the prefix and take fresh ones for the rest."""

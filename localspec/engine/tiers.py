@@ -33,7 +33,7 @@ from localspec.engine.tier_bytes import BlockBytes, layout_parts
 from localspec.engine.tier_figures import TierFigures
 from localspec.engine.tier_keep import Keeper, PageCopier, Turn
 from localspec.engine.tier_memory import HostMemory, host_memory_for
-from localspec.engine.tier_restore import FIXED_COST_S, MIN_GAIN_TOKENS, Call, Restorer, Wish
+from localspec.engine.tier_restore import FIXED_COST_S, MIN_GAIN_TOKENS, Call, Restored, Restorer, Wish
 from localspec.engine.tier_spill import Spiller
 from localspec.scheduler.scheduler import Scheduler
 from localspec.scheduler.sequence import Sequence
@@ -225,7 +225,7 @@ class HostAndDisk(NoTiers):
                     log.exception("the cache below the device failed; the conversation will be computed again")
 
     def _fetch(self, wish: Wish, done: Callable[[str], None]) -> None:
-        problem = ""
+        restored, problem = Restored(), ""
         try:
             if self._close_by_s is None and not wish.cancelled():
                 restored = self._restorer.restore(wish, self._worth_reading)
@@ -233,6 +233,8 @@ class HostAndDisk(NoTiers):
                 problem = restored.problem or self._other_model(wish, restored.tokens)
         finally:
             done(problem)
+        self._restorer.note_use(restored, wish)
+        self._figures.report()
 
     def _let_go(self, sequence: Sequence, problem: str) -> None:
         def release() -> None:

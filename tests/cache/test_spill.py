@@ -220,6 +220,15 @@ def test_forgetting_a_chat_deletes_what_only_it_used(store: SpillStore) -> None:
     assert store.index.connection().execute("SELECT count(*) FROM segment_ids").fetchone() == (0,)
 
 
+def test_a_use_that_comes_after_the_forgetting_leaves_no_trace(store: SpillStore) -> None:
+    ids = ids_of(1, 300)
+    write(store, ids, chat="a")
+    found = store.lookup(ids)
+    store.forget_chat("a")
+    store.use(found, "a")
+    assert store.index.connection().execute("SELECT count(*) FROM chat").fetchone() == (0,)
+
+
 def test_modes(store: SpillStore) -> None:
     write(store, ids_of(1, 300))
     for path in store.folder.rglob("*"):
