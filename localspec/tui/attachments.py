@@ -60,6 +60,10 @@ class Attachments:
     def __init__(self) -> None:
         self._items: list[Attachment] = []
 
+    def names(self) -> tuple[str, ...]:
+        """The chips."""
+        return tuple(item.chip for item in self._items)
+
     def add(self, label: str, text: str) -> str:
         """Keep a text; returns its chip. A name in the label may hold anything, the chip is one clean line."""
         label = clean_line(label)

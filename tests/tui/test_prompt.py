@@ -130,6 +130,19 @@ async def test_chip_can_be_opened(tmp_path: Path) -> None:
         assert app.chat.prompt.text == "x\n" * 50
 
 
+async def test_a_chip_is_taken_back_as_a_whole(tmp_path: Path) -> None:
+    async with started(scripted("ok"), tmp_path) as (app, pilot):
+        await pilot.press("a", "space")
+        app.chat.prompt.post_message(events.Paste("x\n" * 50))
+        await pilot.pause()
+        await pilot.press("b", "backspace")
+        assert app.chat.prompt.text == "a [pasted 51 lines]"
+        await pilot.press("backspace")
+        assert app.chat.prompt.text == "a "
+        await pilot.press("ctrl+z")
+        assert app.chat.prompt.text.startswith("a [pasted 51 lines]")
+
+
 async def test_short_paste_is_text_without_control_codes(tmp_path: Path) -> None:
     async with started(scripted("ok"), tmp_path) as (app, pilot):
         app.chat.prompt.post_message(events.Paste("a\x1b[2Jb\nc"))

@@ -44,6 +44,7 @@ class Drafts:
 
     async def recall(self) -> None:
         """Put the kept prompt of the chat that is shown into the box. Raises ChatError."""
+        self._screen.prompt.chips = self.chips.names
         text = self.chips.unpack(await self._screen.conversation.draft())
         self._screen.prompt.put(text)
         self._kept = text

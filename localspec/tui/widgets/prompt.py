@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual import events
 from textual.message import Message
@@ -50,6 +50,8 @@ class Prompt(TextArea):
         self.cursor_blink = blink
         self.completing = False
         """Set by the screen while completions are shown."""
+        self.chips: Callable[[], Sequence[str]] = tuple
+        """Set by the screen: texts that stand for others and go as a whole, since half of one stands for nothing."""
         self._history: Sequence[str] = ()
         self._stashed: list[str] = []
         self._recalled = -1
@@ -81,6 +83,10 @@ class Prompt(TextArea):
         elif key in _BREAKS:
             self._take(event)
             self.insert("\n")
+        elif key == "backspace" and (chip := self._chip_before_cursor()):
+            self._take(event)
+            row, column = self.cursor_location
+            self.delete((row, column - len(chip)), (row, column))
         elif key == "up" and self.cursor_location[0] == 0 and self._may_recall():
             self._take(event)
             self._recall(1)
@@ -99,6 +105,11 @@ class Prompt(TextArea):
             self.post_message(self.Pasted(text))
         else:
             self.replace(clean(text), *self.selection)
+
+    def _chip_before_cursor(self) -> str:
+        row, column = self.cursor_location
+        before = "" if self.selected_text else self.document.get_line(row)[:column]
+        return next((chip for chip in self.chips() if before.endswith(chip)), "")
 
     def _may_recall(self) -> bool:
         return bool(self._history) and (not self.text or self._recalled >= 0)
