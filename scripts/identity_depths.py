@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,11 @@ def depths(parts: Assembled, max_tokens: int) -> dict[str, int]:
         for name in NAMES:
             for depth in range(1, 16):
                 count = 1 + depth % 4
-                requests = [
-                    # Neighbours draft to other depths, one of them not at all.
-                    make_request(
-                        prompts[i], drafter=name, depth=max(0, depth - 5 * i), sampling=law, seed=i, max_tokens=max_tokens,
-                        # The second time round the prompt's prefix is in the cache, with and without the answer.
-                        cache_salt="" if depth % 2 else f"{law_name} {name} {depth}",
-                    )
-                    for i in range(count)
-                ]  # fmt: skip
+                # The second time round the prompt's prefix is in the cache, with and without the answer.
+                salt = "" if depth % 2 else f"{law_name} {name} {depth}"
+                # Neighbours draft to other depths, one of them not at all.
+                mixed = [max(0, depth - 5 * i) for i in range(count)]
+                requests = [replace(asked[i], drafter=name, depth=d, cache_salt=salt) for i, d in enumerate(mixed)]
                 for ours, theirs in zip(run(parts, requests), plain, strict=False):
                     compared += len(theirs.token_ids)
                     wrong += differing(ours.token_ids, theirs.token_ids)

@@ -5,6 +5,7 @@ Measured while answers are written; what was not measured is told from neighbour
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -48,20 +49,26 @@ class StepCosts:
         """Milliseconds to verify 0, 1, ... MAX_ROWS rows: on the line between the nearest measured ones, never falling;
         empty if nothing was measured. Beyond the widest it goes on as between the last two, from a single one it stays.
         """
-        known = _rising({rows: mean.value for rows, mean in self.verify.items()})
+        known = _rising(_settled(self.verify))
         if not known:
             return []
         return _line([(0, known[0][1]), *known], MAX_ROWS, flat_end=len(known) < 2)
 
     def draft_curve(self, method: str) -> list[float]:
         """Milliseconds to draft to depth 0, 1, ... MAX_ROWS - 1; empty if this method was never measured."""
-        known = _rising({depth: mean.value for (name, depth), mean in self.draft.items() if name == method})
+        known = _rising(_settled({depth: mean for (name, depth), mean in self.draft.items() if name == method}))
         return _line([(0, 0.0), *known], MAX_ROWS - 1, flat_end=False) if known else []
 
 
 def graph_rows(rows: int) -> int:
     """The rows that a captured step has for so many."""
     return next((size for size in GRAPH_ROWS if size >= rows), MAX_ROWS)
+
+
+def _settled(means: Mapping[int, Mean]) -> dict[int, float]:
+    """Without those that ran only once, if any ran more often: the first time may hold a compilation or a capture."""
+    often = {key: mean.value for key, mean in means.items() if mean.count > 1}
+    return often or {key: mean.value for key, mean in means.items()}
 
 
 def _rising(known: dict[int, float]) -> list[tuple[int, float]]:

@@ -162,14 +162,14 @@ def test_a_change_is_noticed_and_steadiness_is_not(before: float, after: float) 
 def test_costs_are_told_from_neighbours() -> None:
     costs = StepCosts()
     assert costs.verify_curve() == [] and costs.draft_curve("mtp") == []
-    costs.verify[1] = Mean(4.0, 1)
+    costs.verify[1] = Mean(4.0, 2)
     assert costs.verify_curve()[7] == 4.0
-    costs.verify[5] = Mean(6.0, 1)
+    costs.verify[5] = Mean(6.0, 2)
     curve = costs.verify_curve()
     assert curve[3] == pytest.approx(5.0) and curve[9] == pytest.approx(8.0)
     costs.verify[8] = Mean(5.0, 9)
     assert costs.verify_curve()[5] == costs.verify_curve()[8] == 5.5, "more rows never cost less"
-    costs.draft["mtp", 4] = Mean(2.0, 1)
+    costs.draft["mtp", 4] = Mean(2.0, 2)
     assert costs.draft_curve("mtp")[2] == pytest.approx(1.0) and costs.draft_curve("mtp")[6] == pytest.approx(3.0)
 
 
@@ -179,6 +179,17 @@ def test_a_compilation_in_between_does_not_count() -> None:
         for value in values:
             mean_.see(value, 1)
     assert means[0].value < 7.0 * OUTLIER and means[1].value < 7.8
+
+
+def test_a_choice_whose_first_step_was_captured_is_not_written_off() -> None:
+    """On a card the first step of every shape takes a second; nothing may keep a method away for that."""
+    costs = StepCosts()
+    for depth, values in ((3, [1000.0, 1.5, 1.5, 1.5]), (5, [1200.0])):
+        for value in values:
+            costs.draft.setdefault(("mtp", depth), Mean()).see(value, 1)
+    assert costs.draft_curve("mtp")[5] < 5.0
+    costs.draft["mtp", 5].see(2.5, 2)
+    assert costs.draft_curve("mtp")[5] < 8.0
 
 
 def test_other_contexts_begin_with_what_is_known() -> None:
