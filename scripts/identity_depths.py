@@ -52,9 +52,8 @@ def depths(parts: Assembled, max_tokens: int) -> dict[str, int]:
     compared = wrong = drafted = 0
     for law_name, law in LAWS.items():
         prompts = [prompt_of(seed, 40 + 37 * seed) for seed in range(4)]
-        plain = run(
-            parts, [make_request(p, sampling=law, seed=i, max_tokens=max_tokens) for i, p in enumerate(prompts)]
-        )
+        asked = [make_request(p, sampling=law, seed=i, max_tokens=max_tokens) for i, p in enumerate(prompts)]
+        plain = run(parts, asked)
         for name in NAMES:
             for depth in range(1, 16):
                 count = 1 + depth % 4
