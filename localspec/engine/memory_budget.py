@@ -18,6 +18,7 @@ from localspec.api.types import EngineError
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.memory_budget import (
     CUDA_CONTEXT_BYTES,
+    GRAPHS_BYTES,
     MAX_SNAPSHOTS,
     WANTED_CONTEXTS,
     Budget,
@@ -97,6 +98,7 @@ def lay_out(
     if ops.device.type != "cuda":
         return _lay_out_host(model, specs, context_tokens)
     torch.cuda.empty_cache()
+    _keep_within(ops.device, limit_bytes)
     demand = _demand(model, ops, specs)
     budget = plan_memory(demand, available_bytes(ops.device, limit_bytes), context_tokens, WANTED_CONTEXTS)
     if not budget.context_tokens:
@@ -109,6 +111,15 @@ def available_bytes(device: torch.device, limit_bytes: int | None) -> int:
     """What this process may take of a card in all, its CUDA context and weights included."""
     free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
     return free_bytes if limit_bytes is None else min(free_bytes, limit_bytes)
+
+
+def _keep_within(device: torch.device, limit_bytes: int | None) -> None:
+    """PyTorch keeps what was freed for later, as long as the card has more; at a limit it gives such memory back first."""
+    share = 1.0
+    if limit_bytes is not None:
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        share = min(1.0, max(0, limit_bytes - CUDA_CONTEXT_BYTES - GRAPHS_BYTES) / total_bytes)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _demand(model: Model, ops: Ops, specs: Sequence[CacheSpec]) -> Demand:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from localspec.api.types import EngineError
-from localspec.core.memory_budget import CUDA_CONTEXT_BYTES
+from localspec.core.memory_budget import CUDA_CONTEXT_BYTES, GRAPHS_BYTES
 from localspec.core.records import MAX_SLOTS
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine import memory_budget
@@ -23,6 +23,8 @@ from tests.helpers.models import load_model, random_checkpoint, reference_ops
 
 pytestmark = pytest.mark.torch
 MIB = 1 << 20
+SHARES: list[float] = []
+"""Of the card's memory, what PyTorch was told to stay within."""
 
 
 @pytest.fixture
@@ -34,6 +36,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> ReferenceOps:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120 * MIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: SHARES.append(share))
     _free(monkeypatch, 4096)
     return ops
 
@@ -78,6 +81,14 @@ def test_what_is_laid_out_fits_what_there_is(
     assert fixed is not None
     with pytest.raises(EngineError, match="can be had"):
         lay_out(model, on_a_card, [model.cache_spec], 4096, fixed)
+
+
+def test_pytorch_stays_within_a_limit(on_a_card: ReferenceOps, tmp_path: Path) -> None:
+    model: Any = load_model(random_checkpoint("qwen3_5", 3, tmp_path))
+    lay_out(model, on_a_card, [model.cache_spec], 256, 2048 * MIB)
+    assert SHARES[-1] * (1 << 40) == (2048 * MIB - CUDA_CONTEXT_BYTES - GRAPHS_BYTES)
+    lay_out(model, on_a_card, [model.cache_spec], 256, None)
+    assert SHARES[-1] == 1.0
 
 
 def test_a_cpu_gives_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
