@@ -15,7 +15,7 @@ MIB = 1 << 20
 CUDA_CONTEXT_BYTES = 500 * MIB
 """Driver, cuBLAS and compiled modules."""
 GRAPHS_BYTES = 200 * MIB
-"""Captured steps. On an H200 a 27B held 0.73 GiB outside PyTorch's allocator, by the driver's count; this and the context
+"""Captured steps. On an H200 a 27B held 0.73 GiB outside PyTorch's allocator, by the driver's count; this, the context
 and the spare make 0.75."""
 SPARE_BYTES = 64 * MIB
 CHUNK_TOKENS = 2048

@@ -114,7 +114,7 @@ def available_bytes(device: torch.device, limit_bytes: int | None) -> int:
 
 
 def _keep_within(device: torch.device, limit_bytes: int | None) -> None:
-    """PyTorch keeps what was freed for later, as long as the card has more; at a limit it gives such memory back first."""
+    """PyTorch keeps what was freed as long as the card has more; at a limit it gives such memory back first."""
     share = 1.0
     if limit_bytes is not None:
         total_bytes = torch.cuda.mem_get_info(device)[1]
