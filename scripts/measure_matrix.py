@@ -169,9 +169,10 @@ def write(chosen: argparse.Namespace, cells: list[Cell]) -> None:
 HEAD = """# Drafting on real data
 
 SmolLM2 135M Instruct (the demo) with its own trained drafters, greedy. Prompts: HumanEval, GSM8K test and Spec-Bench;
-none was trained on. Made by `scripts/measure_matrix.py`; the drafters by `scripts/train_demo_drafters.py`. `length` is
-tokens a step (1 = plain decoding), `per position` the share of steps that accept draft 1, 2, ...; `differ` counts tokens
-that differ from plain decoding.
+none was trained on. Made by `scripts/measure_acceptance.py` (exact walks over the target's answers) and
+`scripts/measure_matrix.py` (the engine); the drafters by `scripts/train_demo_drafters.py`. `length` is tokens a step
+(1 = plain decoding), `per position` the share of steps that accept draft 1, 2, ...; `differ` counts tokens that are not
+those of plain decoding.
 """
 
 

@@ -236,7 +236,8 @@ class TrainableBlock:
         found = torch.zeros(*tokens.shape, depth, dtype=torch.bool, device=tokens.device)
         drafts = min(depth, self.shape.block_size - self.first_row)
         rows = torch.arange(1, drafts + 1, device=tokens.device)
-        for begin in range(0, length, MEASURED_BLOCKS):
+        # Nothing is drafted inside a prompt, which may be most of the text.
+        for begin in range(int(batch.answer_from.min()), length, MEASURED_BLOCKS):
             anchors = torch.arange(begin, min(begin + MEASURED_BLOCKS, length), device=tokens.device)
             anchors = anchors.expand(tokens.shape[0], -1)
             hidden = self.hidden(tokens, hiddens.taps, anchors, drafts + self.first_row)[:, :, self.first_row :]
