@@ -61,6 +61,8 @@ class Request:
     cache_salt: str = ""
     shared_tokens: int = 0
     """Of the prompt's beginning, that other conversations have too: system message and tools."""
+    call_ids: tuple[int, int] | None = None
+    """Tokens that open and close a tool call, where the model has such."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class TextStage:
             private=request.private,
             client=request.client,
             shared_tokens=self._shared.tokens(request, text, ids),
+            call_ids=self._call_ids(),
         )
         return Prepared(core, text, thinking_open)
 
@@ -210,6 +211,10 @@ class TextStage:
         return ThinkingRule(
             request.thinking_budget_tokens, (start,), (end,), thinking_open, () if tool is None else (tool,)
         )
+
+    def _call_ids(self) -> tuple[int, int] | None:
+        start, end = self.tokenizer.token_id(TOOL_START), self.tokenizer.token_id(TOOL_END)
+        return None if start is None or end is None else (start, end)
 
     def _tool_grammar(self, request: GenerateRequest) -> Grammar | None:
         """What tools ask of the answer, in the form in which this model's template writes calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from localspec.api.types import Phase
 from localspec.core.records import PAGE_TOKENS, Request
 
 
@@ -39,7 +40,7 @@ class Sequence:
     miss_reason: str = ""
     finish: str = ""
     phase: str = "answer"
-    """Kind of text that the next token belongs to: `thinking` or `answer`."""
+    """Kind of text that the next token belongs to, a value of `api.types.Phase`."""
     cancelled: bool = False
     held: bool = False
     """Waits for its prefix to come from memory or disk."""
@@ -49,15 +50,16 @@ class Sequence:
     """Numbers of prompt tokens after which the state is to be kept; a prefill chunk ends there."""
 
     def see_phase(self, token_ids: tuple[int, ...]) -> None:
-        """Follow the last token of the thinking markers through newly emitted tokens."""
-        rule = self.request.thinking
-        if rule is None:
-            return
+        """Follow the markers of thoughts and tool calls, by their last tokens, through newly emitted tokens."""
+        rule, calls = self.request.thinking, self.request.call_ids
+        phase_after: dict[int, str] = {}
+        if rule is not None:
+            closing = (rule.end_ids[-1], *rule.close_ids[-1:])
+            phase_after = {rule.start_ids[-1]: Phase.THINKING, **dict.fromkeys(closing, Phase.ANSWER)}
+        if calls is not None:
+            phase_after |= {calls[0]: Phase.TOOL_CALL, calls[1]: Phase.ANSWER}
         for token_id in token_ids:
-            if token_id == rule.start_ids[-1]:
-                self.phase = "thinking"
-            elif token_id == rule.end_ids[-1] or rule.close_ids[-1:] == (token_id,):
-                self.phase = "answer"
+            self.phase = phase_after.get(token_id, self.phase)
 
     def see_growth(self, coming_tokens: int) -> None:
         """Before a step that may add so many tokens."""

@@ -256,3 +256,17 @@ def test_rows_are_not_shared_where_a_budget_may_dictate_drafts() -> None:
     finish_prefill(scheduler)
     plan = scheduler.plan()
     assert isinstance(plan, VerifyPlan) and plan.row_budget is None and plan.num_rows <= MAX_ROWS
+
+
+def test_phases_follow_the_markers_of_thoughts_and_calls() -> None:
+    rule = ThinkingRule(budget_tokens=None, start_ids=(9, 1), end_ids=(2,), open_at_start=False, close_ids=(3,))
+    sequence = Sequence(1, replace(request(), thinking=rule, call_ids=(3, 4)))
+    seen = []
+    for step in ((7,), (1,), (7, 2), (7, 3), (7,), (4,), (1, 7), (3,), (4, 3, 4)):
+        sequence.see_phase(step)
+        seen.append(sequence.phase)
+    thinking, answer, call = "thinking", "answer", "tool_call"
+    assert seen == [answer, thinking, answer, call, call, answer, thinking, call, answer]
+    plain = Sequence(2, request())
+    plain.see_phase((1, 2, 3, 4))
+    assert plain.phase == answer
