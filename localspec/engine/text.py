@@ -16,7 +16,7 @@ from localspec.engine.prompt_borders import SharedBeginnings
 from localspec.engine.template import ChatTemplate
 from localspec.engine.text_stream import PhaseTracker, TextStream
 from localspec.engine.tokenizer import Tokenizer
-from localspec.engine.tool_grammar import CallRule, tool_call_grammar
+from localspec.engine.tool_grammar import CallRule, argument_grammars, tool_call_grammar
 from localspec.sampling.grammar import GrammarCompiler, GrammarRefused, RequestGrammar
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -120,10 +120,23 @@ class TextStage:
         try:
             return self._compiled(grammar, thinking, may_think)
         except EngineError:
-            if grammar is request.grammar or self._call_rule(request).is_demanded:
+            if grammar is request.grammar:
+                raise
+            if self._call_rule(request).is_demanded:
+                self._refuse_arguments(request)
                 raise
         # Tools that may be called, not must: they work without a grammar, the port reads what the model writes.
         return self._compiled(request.grammar, thinking, may_think)
+
+    def _refuse_arguments(self, request: GenerateRequest) -> None:
+        """Raises EngineError for the first tool whose schema does not compile, in words about that tool."""
+        for name, grammar in argument_grammars(request.tools):
+            try:
+                self._grammars.compile(grammar)
+            except GrammarRefused as error:
+                raise EngineError(
+                    "bad_request", f"the parameters of the tool {name!r} cannot be demanded: {error}"
+                ) from error
 
     def _compiled(
         self, grammar: Grammar | None, thinking: ThinkingRule | None, may_think: bool

@@ -84,6 +84,14 @@ def tool_call_grammar(
     return Grammar("lark", "\n".join([*head, *rules]) + "\n")
 
 
+def argument_grammars(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Grammar]]:
+    """Each function's name with the grammar of its arguments alone, to find the one that a compiler refuses."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping):
+            yield function["name"], Grammar("json_schema", _tool_rule(function.get("parameters") or {}))
+
+
 def _can_choose(rule: CallRule, form: CallForm) -> bool:
     if rule.answer is None:
         return not rule.several

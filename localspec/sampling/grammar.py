@@ -88,6 +88,11 @@ class GrammarCompiler:
             known = library.LLMatcher(self._tokenizer, _source(grammar, library.LLMatcher), log_level=0, limits=limits)
             if known.is_error():
                 raise GrammarRefused(f"the {_NAMES[grammar.kind]} is refused: {_in_one_line(known.get_error())}")
+            if _is_unsatisfiable(known):
+                raise GrammarRefused(
+                    f"the {_NAMES[grammar.kind]} allows no text at all; see that every $ref or rule that names itself "
+                    "has another way out"
+                )
         self._compiled[grammar] = known
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
@@ -213,6 +218,13 @@ def _from_gbnf(source: str) -> str:
         raise GrammarRefused("the GBNF grammar is nested too deeply") from None
     except Exception as error:  # the reader has no class of its own for what it refuses
         raise GrammarRefused(f"the GBNF grammar is refused: {_in_one_line(str(error))}") from error
+
+
+def _is_unsatisfiable(matcher: LLMatcher) -> bool:
+    """Whether no text begins as the grammar asks: such grammars compile, and give up at the first mask."""
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    return bool(probe.is_error())
 
 
 def _in_one_line(text: str) -> str:

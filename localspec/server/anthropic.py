@@ -23,7 +23,7 @@ from localspec.server.fields import Fields, check_count
 from localspec.server.generation import Finished, Progress, Reply, Step, collect, new_id, run
 from localspec.server.normalise import text_of
 from localspec.server.openai import ChatCall, read_chat
-from localspec.server.request import Caller
+from localspec.server.request import Caller, read_stops
 from localspec.server.sse import frame, open_stream, until_client_leaves
 from localspec.server.stream import CallArguments, CallEnd, CallStart, Piece, TextPiece
 
@@ -67,7 +67,9 @@ def openai_form(fields: Fields) -> dict[str, Any]:
         said.append({"role": "system", "content": system})
     for index, item in enumerate(fields.items("messages")):
         said += _read_message(Fields(item, f"messages[{index}]"))
-    body: dict[str, Any] = {"messages": said, "stop": fields.items("stop_sequences")}
+    if not said and fields.items("messages"):
+        raise bad("messages hold no content; give at least one block of text.", "messages")
+    body: dict[str, Any] = {"messages": said, "stop": list(read_stops(fields, "stop_sequences"))}
     for name in ("max_tokens", "temperature", "top_p", "top_k", "stream", "localspec", "seed"):
         if fields.has(name):
             body[name] = fields.value(name)
@@ -80,10 +82,19 @@ def openai_form(fields: Fields) -> dict[str, Any]:
     thinking = fields.object("thinking")
     if thinking is not None:
         body.update(_thinking(thinking))
-    form = (fields.object("output_config") or Fields({})).object("format") or fields.object("output_format")
+    form = _output_form(fields)
     if form is not None:
-        body["response_format"] = form.data
+        body["response_format"] = form
     return body
+
+
+def _output_form(fields: Fields) -> dict[str, Any] | None:
+    form = (fields.object("output_config") or Fields({})).object("format") or fields.object("output_format")
+    if form is None:
+        return None
+    if form.text("type") != "json_schema":
+        raise bad(f"{form.name('type')} must be json_schema.", form.name("type"))
+    return form.data
 
 
 def _system_text(value: Any) -> str:

@@ -21,7 +21,9 @@ from localspec.server.normalise import text_of
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+LEAST_TOP_P = 1e-6
 _SEED_RANGE = 1 << 63
+_GIVEN_TO_TEMPLATES = ("messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ async def read_sampling(fields: Fields, caller: Caller) -> Sampling:
     """The model's own law with what the request sets."""
     found = {
         "temperature": fields.number("temperature", 0, 100),
-        "top_p": fields.number("top_p", 0, 1),
+        "top_p": _top_p(fields),
         "min_p": fields.number("min_p", 0, 1),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
@@ -85,6 +87,12 @@ async def read_sampling(fields: Fields, caller: Caller) -> Sampling:
     if fields.has("logit_bias"):
         given["logit_bias"] = await _read_logit_bias(fields, caller)
     return dataclasses.replace(caller.model.sampling, **given)
+
+
+def _top_p(fields: Fields) -> float | None:
+    """Clients send 0 for the likeliest token alone; the engine draws from shares above 0."""
+    share = fields.number("top_p", 0, 1)
+    return None if share is None else max(share, LEAST_TOP_P)
 
 
 async def _read_logit_bias(fields: Fields, caller: Caller) -> tuple[tuple[int, float], ...]:
@@ -177,8 +185,11 @@ def read_prediction(fields: Fields) -> str | None:
 
 
 def read_template_options(fields: Fields) -> dict[str, Any]:
-    """chat_template_kwargs and every other name for switching thoughts on and off."""
+    """chat_template_kwargs and every other name for switching thoughts on and off. Raises ApiError 400."""
     options = dict(fields.mapping("chat_template_kwargs"))
+    for name in _GIVEN_TO_TEMPLATES:
+        if name in options:
+            raise bad(f"chat_template_kwargs may not set {name}; the server does.", f"chat_template_kwargs.{name}")
     enabled = fields.value("enable_thinking")
     if isinstance(enabled, bool):
         options["enable_thinking"] = enabled

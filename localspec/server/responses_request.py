@@ -72,6 +72,8 @@ def read_items(fields: Fields) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     said: list[dict[str, Any]] = []
     thought = ""
+    if not fields.items("input"):
+        raise bad("input is empty; give a text or at least one message.", "input")
     for index, item in enumerate(fields.items("input")):
         entry = Fields(item, f"input[{index}]")
         kind = entry.text("type", "message")

@@ -31,7 +31,12 @@ class UnsafeAddress(ValueError):
 
 
 def check_settings(settings: ServerSettings) -> None:
-    """Raise UnsafeAddress for an address beyond loopback without a key."""
+    """Raise UnsafeAddress for an address beyond loopback without a key, and for a key that is empty.
+
+    An empty key is most often a variable that is not set: whoever gives it believes that the port asks for one.
+    """
+    if settings.api_key is not None and not settings.api_key.strip():
+        raise UnsafeAddress("The API key is empty: give a key, or leave --api-key out to ask for none.")
     if not is_loopback(settings.host) and not settings.api_key:
         raise UnsafeAddress(
             f"Listening on {settings.host} lets others in: give --api-key as well, or listen on 127.0.0.1."

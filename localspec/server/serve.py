@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from types import FrameType
 import uvicorn
 
 from localspec.api.engine import Engine
+from localspec.api.types import EngineError
 from localspec.server.app import create_app
 from localspec.server.context import ControlHooks
 from localspec.server.control import stop_if_unused
@@ -93,6 +95,7 @@ async def serve(
     )
     address = base_address(settings.host, port)
     (on_listening or _print_address)(address)
+    watch = asyncio.create_task(_say_failure(engine))
     if settings.stop_when_unused:
         asyncio.get_running_loop().call_later(settings.unclaimed_s, stop_if_unused, app.state.port)
     try:
@@ -102,6 +105,7 @@ async def serve(
             await server.shutdown(sockets)
         raise
     finally:
+        watch.cancel()
         # Cancelled from outside, uvicorn leaves its listeners registered with the loop.
         for listener in getattr(server, "servers", []):
             listener.close()
@@ -109,6 +113,15 @@ async def serve(
             item.close()
         await engine.aclose()
     return server.interrupted
+
+
+async def _say_failure(engine: Engine) -> None:
+    """A model that does not load is said where the server was started, too: a typing error would wait unseen."""
+    try:
+        await engine.wait_ready()
+    except EngineError as error:
+        if engine.metrics().state == "failed":
+            print(f"The model failed to load: {error.message}", file=sys.stderr, flush=True)
 
 
 class _Server(uvicorn.Server):
@@ -191,6 +204,8 @@ def _bind_one(host: str, port: int) -> socket.socket:
             raise OSError(error.errno, f"This machine has no address {host}; try 127.0.0.1.") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise OSError(error.errno, f"Port {port} is reserved by the system; take one above 1023.") from error
+        if isinstance(error, socket.gaierror):
+            raise OSError(error.errno, f"The name {host} has no address here; try 127.0.0.1.") from error
         raise
     return listener
 

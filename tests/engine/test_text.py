@@ -267,3 +267,20 @@ def test_a_hostile_template_is_refused(source: str) -> None:
     template = ChatTemplate(source, {}, lambda: datetime(2026, 1, 1))
     with pytest.raises(EngineError):
         template.render([Message("user", "x")], (), {})
+
+
+def test_a_demanded_tool_whose_schema_does_not_compile_is_named(text: TextStage) -> None:
+    def tool(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    good = tool("good", {"type": "object", "properties": {"a": {"type": "string"}}})
+    odd = tool("odd", {"type": "object", "properties": {"a": {"type": "string", "pattern": r"(a)\1"}}})
+    ask = {"messages": (Message("user", "x"),), "tools": (good, odd)}
+    demanded = GenerateRequest(**ask, template_options={"tool_choice": "required"})
+    with pytest.raises(
+        EngineError, match="parameters of the tool 'odd' cannot be demanded: .*backreferences"
+    ) as caught:
+        text.constrain(demanded, text.prepare(demanded))
+    assert caught.value.code == "bad_request"
+    free = GenerateRequest(**ask, template_options={"parallel_tool_calls": False})
+    assert text.constrain(free, text.prepare(free)) is None

@@ -149,3 +149,12 @@ def test_without_the_library_only_requests_with_a_grammar_are_refused(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(GrammarRefused, match="pip install llguidance"):
         GrammarCompiler(tmp_path / "none", (END,)).compile(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}],
+)
+def test_a_schema_that_only_names_itself_is_refused(compiler: GrammarCompiler, schema: dict[str, object]) -> None:
+    with pytest.raises(GrammarRefused, match="allows no text at all"):
+        compiler.compile(Grammar("json_schema", json.dumps(schema)))
