@@ -278,7 +278,7 @@ def test_a_demanded_tool_whose_schema_does_not_compile_is_named(text: TextStage)
     ask = {"messages": (Message("user", "x"),), "tools": (good, odd)}
     demanded = GenerateRequest(**ask, template_options={"tool_choice": "required"})
     with pytest.raises(
-        EngineError, match="parameters of the tool 'odd' cannot be demanded: .*backreferences"
+        EngineError, match=r"parameters of the tool 'odd' cannot be demanded: .*backreferences"
     ) as caught:
         text.constrain(demanded, text.prepare(demanded))
     assert caught.value.code == "bad_request"
