@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -36,7 +37,8 @@ def check_disk_speed(directory: Path, size_bytes: int | None = None) -> Check:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         written_per_s, read_per_s = _measure_disk(directory, size_bytes or SPEED_TEST_BYTES)
     except OSError as error:
-        return Check("disk speed", "failed", f"{directory} cannot be written: {error.strerror}", "mend its permissions")
+        advice = "free space" if error.errno == errno.ENOSPC else "mend its permissions, or set LOCALSPEC_HOME"
+        return Check("disk speed", "failed", f"{directory} cannot be written: {error.strerror}", advice)
     finding = f"reads {read_per_s / 1e9:.2f} GB/s, writes {written_per_s / 1e9:.2f} GB/s"
     if read_per_s < SLOW_DISK_BYTES_PER_S:
         return Check("disk speed", "warning", finding, "models load slowly from this disk; an NVMe disk is much faster")
@@ -82,7 +84,7 @@ def check_models(data_dir: Path) -> Check:
     models = local.list_installed(data_dir)
     broken = [f"{model.model_id}: {model.problem}" for model in models if model.problem]
     if broken:
-        return Check("models", "failed", "; ".join(broken), "remove and pull them again")
+        return Check("models", "failed", "; ".join(broken), "'localspec verify' tells all that is wrong")
     if not models:
         return Check("models", "warning", "no model is installed", "run 'localspec chat', which fetches the demo model")
     return Check("models", "ok", ", ".join(m.model_id + (" (demo)" if m.is_demo else "") for m in models))

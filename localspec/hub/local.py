@@ -85,6 +85,9 @@ def find_installed(data_dir: Path, model_id: str) -> InstalledModel:
 
 def _describe(path: Path) -> InstalledModel:
     size_bytes = tree_bytes(path)
+    if not (path / layout.MANIFEST_NAME).exists():
+        foreign = f"the folder holds no {layout.MANIFEST_NAME}, so nothing was installed there; move {path} away"
+        return InstalledModel(path.name, path, size_bytes, None, foreign)
     try:
         manifest = layout.read_manifest(path)
     except HubError as error:
@@ -179,7 +182,7 @@ def prune(data_dir: Path, now_s: float | None = None, stale_after_s: float = STA
     for path in _leftovers(data_dir):
         if _is_pulled_now(path):
             continue
-        newest_s = max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
+        newest_s = max(p.lstat().st_mtime for p in (path, *(() if path.is_symlink() else path.rglob("*"))))
         if now_s - newest_s >= stale_after_s:
             freed_bytes += tree_bytes(path)
             _delete(path)
@@ -220,5 +223,5 @@ def _delete(path: Path) -> None:
 
 def tree_bytes(path: Path) -> int:
     """Bytes that the files under a path take on disk (sparse files count what they hold), links not followed."""
-    paths = (path, *path.rglob("*"))
+    paths = (path, *path.rglob("*")) if not path.is_symlink() else (path,)
     return sum(p.lstat().st_blocks * 512 for p in paths if not p.is_dir() or p.is_symlink())

@@ -74,14 +74,15 @@ def pull(
     """
     target = layout.models_directory(data_dir) / layout.check_model_id(entry.id)
     manifest = _manifest_of(target)
-    if manifest is not None and not force and not update:
+    is_whole = manifest is not None and _has_all_files(manifest, target)
+    if manifest is not None and is_whole and not force and not update:
         return _as_installed(manifest, target)
     folder = layout.partial_directory(data_dir, entry.id)
     meter = ProgressMeter(progress)
     with _alone(folder, entry.id), make_client(settings) as client:
         pins = {} if update else _read_pins(data_dir, meter)
         job = Job(entry, data_dir, settings, client, meter, folder, offline, pins, manifest)
-        result = _pull_from_first(job, dry_run, unless_same=not force)
+        result = _pull_from_first(job, dry_run, unless_same=is_whole and not force)
         if not dry_run:
             shutil.rmtree(folder, ignore_errors=True)
     progress(PullProgress("done", f"{entry.id} is ready" if not dry_run else "nothing was fetched (dry run)"))
@@ -102,6 +103,14 @@ def _manifest_of(target: Path) -> layout.Manifest | None:
         return layout.read_manifest(target)
     except HubError:
         return None
+
+
+def _has_all_files(manifest: layout.Manifest, target: Path) -> bool:
+    """Whether each file is there in its size: what lacks or was cut is fetched again without being asked to."""
+    try:
+        return all((target / name).stat().st_size == record.size_bytes for name, record in manifest.files.items())
+    except OSError:
+        return False
 
 
 def _as_installed(manifest: layout.Manifest, target: Path) -> PullResult:

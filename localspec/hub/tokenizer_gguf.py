@@ -124,12 +124,23 @@ def read_tokenizer(metadata: Mapping[str, Value]) -> GgufTokenizer:
     return GgufTokenizer(
         tokens=tokens,
         kinds=kinds,
-        merges=tuple(_merge(line) for line in _texts(metadata, "tokenizer.ggml.merges")),
+        merges=_merges(metadata, frozenset(t for t, k in zip(tokens, kinds, strict=True) if k != UNUSED)),
         pre_tokenizer=PRE_TOKENIZERS[pre],
         special_ids=MappingProxyType(special_ids),
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", pre in ADDS_BOS) is True and "bos" in special_ids,
         chat_template=template,
     )
+
+
+def _merges(metadata: Mapping[str, Value], tokens: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """Pairs whose parts and result are tokens: with any other the tokenizer could not be built when it is needed."""
+    merges = tuple(_merge(line) for line in _texts(metadata, "tokenizer.ggml.merges"))
+    for left, right in merges:
+        if not tokens >= {left, right, left + right}:
+            raise HubError(
+                f"tokenizer.ggml.merges joins {left!r} and {right!r}, which makes no token of the vocabulary"
+            )
+    return merges
 
 
 def _texts(metadata: Mapping[str, Value], key: str) -> tuple[str, ...]:

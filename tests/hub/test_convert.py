@@ -17,6 +17,7 @@ from localspec.hub.gguf import TENSOR_TYPES
 from localspec.hub.gguf_blocks import KEPT_FORMATS
 from localspec.hub.gguf_models import rope_row_order
 from localspec.hub.records import HubError
+from localspec.hub.tokenizer_gguf import read_tokenizer
 
 HUB_NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -316,6 +317,16 @@ def test_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(HubError, match=r"unknown tensor 'blk\.0\.ffn_xx\.weight'"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out", {})
+
+
+def test_a_merge_that_makes_no_token_is_refused() -> None:
+    """The tokenizer could not be built from it, which would be found out when the model is loaded."""
+    metadata: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2"}
+    metadata |= {"tokenizer.ggml.tokens": ("a", "b", "ab", "c"), "tokenizer.ggml.token_type": (1, 1, 1, 5)}
+    assert read_tokenizer({**metadata, "tokenizer.ggml.merges": ("a b",)}).merges == (("a", "b"),)
+    for merge in ("a ab", "b a", "x b", "c a"):
+        with pytest.raises(HubError, match="makes no token of the vocabulary"):
+            read_tokenizer({**metadata, "tokenizer.ggml.merges": ("a b", merge)})
 
 
 def test_truncated_file_is_refused(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,20 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert full.status == "failed" and full.machine
     (tmp_path / "file").write_text("")
     assert doctor_places.check_disk_speed(tmp_path / "file").status == "failed"
+
+
+def test_a_full_disk_is_not_a_matter_of_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, cure in ((errno.ENOSPC, "free space"), (errno.EROFS, "permissions")):
+        full = OSError(code, os.strerror(code))
+        monkeypatch.setattr("localspec.hub.doctor_places._measure_disk", _raiser(full))
+        assert cure in doctor_places.check_disk_speed(tmp_path).advice
+
+
+def _raiser(error: OSError) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_privacy(tmp_path: Path) -> None:

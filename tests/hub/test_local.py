@@ -112,6 +112,18 @@ def test_remove_gives_back_links_only(tmp_path: Path) -> None:
     assert local.list_installed(tmp_path) == () and list((tmp_path / "models").iterdir()) == []
 
 
+def test_foreign_folders_and_links_are_told_apart_from_damaged_models(tmp_path: Path) -> None:
+    directory = install(tmp_path, "m", b"w" * 50_000)
+    (tmp_path / "models" / "my pictures").mkdir()
+    foreign = next(model for model in local.list_installed(tmp_path) if model.model_id == "my pictures")
+    assert foreign.problem is not None and "move" in foreign.problem and "pull" not in foreign.problem
+    link = tmp_path / "models" / ".partial" / "link"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(directory)
+    assert local.prune(tmp_path, stale_after_s=0.0) < 50_000  # what lies behind the link stays, and is not counted
+    assert not link.is_symlink() and local.verify(tmp_path, "m") == ()
+
+
 def test_prune_takes_old_leftovers_only(tmp_path: Path) -> None:
     install(tmp_path, "m")
     models = tmp_path / "models"

@@ -292,6 +292,24 @@ def test_force_replaces_an_installed_model(hub: FakeHub, gguf_bytes: bytes, tmp_
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == [".partial", "tiny"]
 
 
+@pytest.mark.parametrize("damage", ["cut", "lacking", "manifest"])
+def test_what_is_seen_to_be_damaged_is_mended_by_a_plain_pull(
+    hub: FakeHub, gguf_bytes: bytes, tmp_path: Path, damage: str
+) -> None:
+    """Errors say 'pull the model again', so that has to help."""
+    entry = entry_with(hub_source(gguf_bytes))
+    first = Path(pull(entry, tmp_path, settings_for(hub)).directory)
+    if damage == "lacking":
+        (first / "config.json").unlink()
+    elif damage == "manifest":
+        (first / layout.MANIFEST_NAME).write_text("{")
+    else:
+        (first / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes()[:1000])
+    assert not pull(entry, tmp_path, settings_for(hub)).already_installed
+    assert verify(tmp_path, "tiny") == ()
+    assert pull(entry, tmp_path, settings_for(hub)).already_installed
+
+
 KILLED = """
 import sys
 from pathlib import Path
