@@ -14,6 +14,7 @@ import click
 
 from localspec.commands.common import EXIT_FAILED, EXIT_INTERRUPTED
 from localspec.config import prepare_process
+from localspec.hub.records import HubError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("localspec.commands.chat:chat", "Chat in the terminal."),
@@ -95,6 +96,9 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except HubError as error:
+        click.echo(f"localspec: {error}", err=True)
+        sys.exit(error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else "output: "
         click.echo(f"localspec: {where}{error.strerror or error}", err=True)

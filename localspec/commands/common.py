@@ -149,7 +149,8 @@ def make_locator(
                 return ModelPlace(name, Path(folder), name)
             return ModelPlace(entry.id, Path(folder), entry.title, entry.advice, entry.demo)
         except HubError as error:
-            raise EngineError("model_not_found", str(error)) from error
+            code = "machine_cannot" if error.exit_code == EXIT_MACHINE_CANNOT else "model_not_found"
+            raise EngineError(code, str(error)) from error
 
     return locate
 

@@ -40,9 +40,13 @@ def verify(model: str | None, as_json: bool) -> None:
         try:
             problems[model_id] = list(check(place, model_id, lambda name: click.echo(name, err=True)))
         except HubError as error:
-            fail(str(error), error.exit_code)
+            if model:
+                fail(str(error), error.exit_code)
+            problems[model_id] = [str(error)]  # the others are still looked at
     if as_json:
         print_json(problems)
+    elif not problems:
+        click.echo("no model is installed; run 'localspec chat', which fetches the demo model", err=True)
     for model_id, found in problems.items():
         if not as_json:
             click.echo(f"{model_id}: {'whole' if not found else '; '.join(found)}")

@@ -72,8 +72,6 @@ def run(**options: Any) -> None:
         fail_engine(error)
     if options["as_json"]:
         print_json(document)
-    else:
-        click.echo()
 
 
 async def _answer(engine: Any, model_id: str, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +92,8 @@ async def _answer(engine: Any, model_id: str, prompt: str, options: dict[str, An
                         click.echo(event.text, nl=False)
                 elif isinstance(event, Done):
                     done = event
+        if not options["as_json"]:
+            click.echo()  # before the engine closes, which may have something to say on stderr
         assert done is not None
         return {
             "text": text,

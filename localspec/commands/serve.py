@@ -110,7 +110,8 @@ def serve(**options: Any) -> None:
     except UnsafeAddress as error:
         fail(str(error), EXIT_WRONG_USE)
     except OSError as error:
-        fail(error.strerror or str(error))
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}")
     finally:
         if options["for_chat"]:
             _withdraw(config.paths.engine_file)

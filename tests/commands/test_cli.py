@@ -70,6 +70,12 @@ def test_unknown_models_are_named_with_what_exists(tmp_path: Path) -> None:
     assert_one_line(localspec("run", "--model", "qwen3.5-9b", "hi", home=tmp_path), 1, "localspec pull qwen3.5-9b")
 
 
+@pytest.mark.parametrize("command", [("ls",), ("verify", "demo"), ("rm", "demo"), ("pull", "demo", "--dry-run")])
+def test_damaged_additions_to_the_catalogue_are_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "models.toml").write_text("model = 3")
+    assert_one_line(localspec(*command, home=tmp_path), 1, "models.toml", "format_version")
+
+
 def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
     wrong = [("frob",), ("run",), ("run", "--temperature", "hot", "hi"), ("bench", "--workloads", "x")]
     wrong += [("run", "--temperature", "nan", "hi"), ("run", "--device", "tpu", "hi")]

@@ -13,9 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save
 
+from localspec.api.types import EngineError
 from localspec.cli import group
+from localspec.commands.common import make_locator
+from localspec.config import load_settings
 from localspec.hub import budget
 from localspec.hub.gpus import GpuReading
+from localspec.hub.records import HubError
 from tests.hub.hub_fake_server import FakeHub, running
 
 MODEL_CONFIG = {
@@ -112,12 +116,16 @@ def test_a_model_from_pull_to_rm(run: Run, hub: FakeHub, tmp_path: Path) -> None
     weights = tmp_path / "home" / "models" / "tiny" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     assert "does not have the hash" in run("verify", "t", exit_code=1).stdout
-    run("pull", "tiny", "--force", "--drafter", "none")
+    (tmp_path / "home" / "drafters" / "models" / "tiny.mtp" / "localspec.json").write_text("{")
+    every = run("verify", exit_code=1).stdout
+    assert "tiny: model.safetensors does not" in every and "tiny.mtp: " in every and "tiny.eagle3: whole" in every
+    run("pull", "tiny", "--force")
     assert run("verify", "t").stdout == "tiny: whole\n"
     assert run("rm", "tiny.eagle3").stdout.startswith("tiny.eagle3: removed")
     removed = document(run("rm", "t", "--json"))
     assert set(removed["removed"]) == {"tiny", "tiny.mtp"} and removed["freed_bytes"] > 0
     assert "not installed" in run("rm", "tiny", exit_code=1).stderr
+    assert "no model is installed" in run("verify").stderr
 
 
 def test_fit_tells_the_budget_use_by_use(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +207,20 @@ def test_an_imported_model_is_shown_too(run: Run, hub: FakeHub, tmp_path: Path) 
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("exit_code", "code"), [(1, "model_not_found"), (3, "machine_cannot")])
+def test_a_first_answer_without_room_for_the_demo_ends_as_a_pull_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, code: str
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise HubError("no room", exit_code)
+
+    monkeypatch.setattr("localspec.hub.get.get", refuse)
+    locate = make_locator(load_settings({"LOCALSPEC_HOME": str(tmp_path)}), offline=True)
+    with pytest.raises(EngineError) as caught:
+        locate("smollm2-135m", print)
+    assert caught.value.code == code
+
+
 def test_doctor_s_exit_codes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 with warnings at most, 1 for what can be mended, 3 for a machine that cannot run what is installed."""
     monkeypatch.setattr("localspec.hub.doctor.read_gpus", lambda: GpuReading(problem="no NVIDIA driver is installed"))
