@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -106,8 +107,13 @@ def known_id(config: Settings, name: str) -> str:
 def _ids_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / "localspec.json").is_file()]
-    return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+    found: list[tuple[float, str]] = []
+    for path in folder.iterdir():
+        # One folder that this user may not read must not hide the others; `doctor` names it.
+        with contextlib.suppress(PermissionError):
+            if not path.name.startswith(".") and (path / "localspec.json").is_file():
+                found.append((path.stat().st_mtime, path.name))
+    return [name for _, name in sorted(found, key=lambda item: -item[0])]
 
 
 def default_model(config: Settings) -> str:

@@ -15,7 +15,9 @@ from localspec.commands.options import json_option
 from localspec.config import DEFAULT_PORT, Settings
 
 if TYPE_CHECKING:
+    from localspec.hub.catalogue import Catalogue
     from localspec.hub.doctor import SelfTest
+    from localspec.hub.doctor_report import Check
 
 
 @click.command()
@@ -27,9 +29,11 @@ def doctor(as_json: bool) -> None:
     cannot run what is installed.
     """
     from localspec.hub.doctor import DoctorInput, examine
+    from localspec.hub.doctor_report import Report
     from localspec.hub.doctor_terminal import TerminalFacts
 
     config = settings()
+    known, own_models = _own_models(config)
     size = shutil.get_terminal_size()
     report = examine(
         DoctorInput(
@@ -48,12 +52,14 @@ def doctor(as_json: bool) -> None:
                 over_ssh=config.over_ssh,
                 encoding=sys.stdout.encoding or "unknown",
             ),
-            wants_gpu=_wants_gpu(config),
+            wants_gpu=known is not None and _wants_gpu(config, known),
             self_test=kernel_test,
             chats_file=config.paths.chats_file,
             kv_index_file=config.paths.kv_dir / INDEX_NAME,
         )
     )
+    if own_models is not None:
+        report = Report((*report.checks, own_models))
     if as_json:
         print_json({"exit_code": report.exit_code, "checks": [dataclasses.asdict(check) for check in report.checks]})
     else:
@@ -64,17 +70,25 @@ def doctor(as_json: bool) -> None:
     raise SystemExit(report.exit_code)
 
 
-def _wants_gpu(config: Settings) -> bool:
-    """Whether something is installed that should run on a card only."""
+def _own_models(config: Settings) -> tuple[Catalogue | None, Check | None]:
+    """The catalogue, or what is wrong with the user's own part of it, which stops every command that needs a model."""
+    from localspec.hub.doctor_report import Check
     from localspec.hub.records import HubError
+
+    try:
+        return catalogue(config), None
+    except (HubError, OSError) as error:
+        return None, Check("own models", "failed", str(error), "mend that file, or move it away")
+
+
+def _wants_gpu(config: Settings, known: Catalogue) -> bool:
+    """Whether something is installed that should run on a card only."""
     from localspec.hub.suits import meant_for_card
 
     try:
-        known = catalogue(config)
-    except HubError as error:
-        click.echo(f"localspec: {error}", err=True)
-        return False
-    return any(meant_for_card(known, name, config.paths.models_dir / name) for name in installed_ids(config))
+        return any(meant_for_card(known, name, config.paths.models_dir / name) for name in installed_ids(config))
+    except OSError:
+        return False  # the check of the models says which place cannot be read
 
 
 def kernel_test(device: str = "cuda") -> SelfTest:

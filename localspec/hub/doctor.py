@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from localspec.hub.doctor_places import (
@@ -62,14 +63,30 @@ def examine(given: DoctorInput, read: Callable[[], GpuReading] | None = None) ->
     reading = (read or read_gpus)()
     checks = [check_platform(), *check_gpus(reading, given.wants_gpu), check_torch(reading, given.wants_gpu)]
     checks += [check_compiler(bool(reading.gpus)), check_self_test(given.self_test if reading.gpus else None)]
-    checks += [check_disk_space(given.data_dir), check_disk_speed(given.data_dir), check_private(given.data_dir)]
-    checks += [check_models(given.data_dir), check_cache(given.cache_dir)]
-    if given.chats_file is not None:
-        checks.append(check_database("chats", given.chats_file, f"copy it away first, then: {RECOVER_CHATS}"))
-    if given.kv_index_file is not None:
-        checks.append(check_database("kept conversations", given.kv_index_file, "localspec cache wipe makes it anew"))
+    checks += [
+        _readable("disk space", lambda: check_disk_space(given.data_dir)),
+        _readable("disk speed", lambda: check_disk_speed(given.data_dir)),
+        _readable("privacy", lambda: check_private(given.data_dir)),
+        _readable("models", lambda: check_models(given.data_dir)),
+        _readable("cache", lambda: check_cache(given.cache_dir)),
+    ]
+    for name, path, advice in (
+        ("chats", given.chats_file, f"copy it away first, then: {RECOVER_CHATS}"),
+        ("kept conversations", given.kv_index_file, "localspec cache wipe makes it anew"),
+    ):
+        if path is not None:
+            checks.append(_readable(name, partial(check_database, name, path, advice)))
     checks += [check_port(given.host, given.port), check_terminal(given.terminal)]
     return Report(tuple(checks))
+
+
+def _readable(name: str, check: Callable[[], Check]) -> Check:
+    """The check's own finding; a place that this user may not read is one too, and ends no other check."""
+    try:
+        return check()
+    except OSError as error:
+        advice = "mend its owner and permissions, or set LOCALSPEC_HOME to another folder"
+        return Check(name, "failed", f"{error.filename} cannot be read: {error.strerror}", advice)
 
 
 def check_platform() -> Check:

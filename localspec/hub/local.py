@@ -84,6 +84,14 @@ def find_installed(data_dir: Path, model_id: str) -> InstalledModel:
 
 
 def _describe(path: Path) -> InstalledModel:
+    try:
+        return _described(path)
+    except OSError as error:
+        problem = f"{error.filename} cannot be read ({error.strerror}); mend its owner and permissions"
+        return InstalledModel(path.name, path, 0, None, problem)
+
+
+def _described(path: Path) -> InstalledModel:
     size_bytes = tree_bytes(path)
     if not (path / layout.MANIFEST_NAME).exists():
         foreign = f"the folder holds no {layout.MANIFEST_NAME}, so nothing was installed there; move {path} away"

@@ -242,6 +242,32 @@ def test_doctor_s_exit_codes(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.torch
+def test_doctor_goes_on_where_something_cannot_be_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "home" / "models.toml"
+    own.write_text(CATALOGUE.replace("title", "titel"))
+    report = document(run("doctor", "--json", exit_code=1))
+    failed = {check["name"]: check for check in report["checks"] if check["status"] == "failed"}
+    assert list(failed) == ["own models"] and "models.toml" in failed["own models"]["finding"]
+    own.unlink()
+    place = tmp_path / "home" / "models" / "locked"
+    place.mkdir(parents=True)
+    read = Path.stat
+
+    def refuse(path: Path, *, follow_symlinks: bool = True) -> Any:
+        if path.parent == place:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert run("ls").exit_code == 0
+    report = document(run("doctor", "--json", exit_code=1))
+    failed = {check["name"]: check for check in report["checks"] if check["status"] == "failed"}
+    assert list(failed) == ["models"] and "locked" in failed["models"]["finding"]
+    assert "permissions" in failed["models"]["finding"]
+
+
 def test_doctor_runs_the_kernels_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
     from localspec.commands.doctor import kernel_test
     from localspec.kernels import self_test
