@@ -191,7 +191,8 @@ def prune(data_dir: Path, now_s: float | None = None, stale_after_s: float = STA
         if _is_pulled_now(path):
             continue
         newest_s = max(p.lstat().st_mtime for p in (path, *(() if path.is_symlink() else path.rglob("*"))))
-        if now_s - newest_s >= stale_after_s:
+        # A date in the future is a clock that was set back, not a build that is younger than now.
+        if abs(now_s - newest_s) >= stale_after_s:
             freed_bytes += tree_bytes(path)
             _delete(path)
     return freed_bytes

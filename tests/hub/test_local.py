@@ -130,10 +130,10 @@ def test_prune_takes_old_leftovers_only(tmp_path: Path) -> None:
     for name in (".tmp-old-1", ".tmp-new-2", ".partial/old", ".partial/new"):
         (models / name).mkdir(parents=True)
         (models / name / "data").write_bytes(b"x" * 8192)
-    long_ago_s = time.time() - 7200
-    for name in (".tmp-old-1", ".partial/old"):
+    now_s = time.time()
+    for name, other_s in ((".tmp-old-1", now_s - 7200), (".partial/old", now_s + 90_000)):  # or the clock was set back
         for path in (models / name / "data", models / name):
-            os.utime(path, (long_ago_s, long_ago_s))
+            os.utime(path, (other_s, other_s))
     assert local.disk_use(tmp_path).partial_bytes == 4 * 8192
     assert local.prune(tmp_path) == 2 * 8192
     assert {str(p.relative_to(models)) for p in models.rglob("data")} == {".tmp-new-2/data", ".partial/new/data"}
