@@ -45,10 +45,13 @@ class ChatTemplate:
         """Text of the prompt. Raises EngineError (`bad_request`) with the template's own words if it refuses."""
         try:
             text = self._template.render(
-                messages=[_as_dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **options},
+                {
+                    **self._special_tokens,
+                    **options,
+                    "messages": [_as_dict(message) for message in messages],
+                    "tools": [dict(tool) for tool in tools] or None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (TemplateError, SecurityError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise EngineError("bad_request", f"the model's chat template refuses these messages: {error}") from error

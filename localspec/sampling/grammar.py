@@ -169,6 +169,8 @@ class RequestGrammar:
 
 
 _GBNF_MARK = "::="
+_LEFT_OUT = "<non-verbose/>"
+"""Stands in the compiler's words for a dump of its state."""
 _NAMES = {
     "json_object": "JSON grammar",
     "json_schema": "JSON schema",
@@ -228,7 +230,7 @@ def _is_unsatisfiable(matcher: LLMatcher) -> bool:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_REASON_CHARS] or "no reason given"
+    return " ".join(text.replace(_LEFT_OUT, " ").split())[:MAX_REASON_CHARS] or "no reason given"
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

@@ -6,7 +6,6 @@ content blocks. Knows nothing of generation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from localspec.server.context import Port, port_of
 from localspec.server.errors import ApiError, bad
 from localspec.server.fields import Fields, check_count
 from localspec.server.generation import Finished, Progress, Reply, Step, collect, new_id, run
+from localspec.server.model_json import argument_object
 from localspec.server.normalise import text_of
 from localspec.server.openai import ChatCall, read_chat
 from localspec.server.request import Caller, read_stops
@@ -229,7 +229,7 @@ class BlockStream:
         if reply.content:
             blocks.append({"type": "text", "text": reply.content})
         blocks += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": argument_object(call.arguments)}
             for call in reply.calls
         ]
         reason, stop = _stop(reply.finished)
@@ -314,12 +314,3 @@ def _usage(n_prompt: int, n_cached: int, n_output: int) -> dict[str, int]:
         "cache_read_input_tokens": n_cached,
         "output_tokens": n_output,
     }
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; what the model left unfinished is kept as text."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    return value if isinstance(value, dict) else {"input": value}

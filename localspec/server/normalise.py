@@ -13,6 +13,7 @@ from typing import Any
 from localspec.api.types import Message, ToolCall
 from localspec.server.errors import bad
 from localspec.server.fields import Fields, check_count
+from localspec.server.model_json import read_json
 
 _ROLES = {
     "system": "system",
@@ -69,9 +70,9 @@ def json_object_text(value: Any) -> str:
     """Arguments of a past call as text of a JSON object, whatever the client kept of them."""
     if isinstance(value, str):
         try:
-            if isinstance(json.loads(value or "{}"), dict):
+            if isinstance(read_json(value or "{}"), dict):
                 return value or "{}"
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
     return json.dumps(value if isinstance(value, dict) else {"input": value}, ensure_ascii=False)
 

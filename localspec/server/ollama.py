@@ -6,7 +6,6 @@ objects. Knows nothing of generation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from localspec.server.errors import ApiError, bad
 from localspec.server.fields import Fields
 from localspec.server.generation import Finished, Reply, Step, collect, run
 from localspec.server.infill import infill_prompt
+from localspec.server.model_json import argument_object
 from localspec.server.normalise import text_of
 from localspec.server.openai import read_chat
 from localspec.server.request import Caller, Choice, read_common
@@ -296,11 +296,7 @@ def _loaded(model: str, shape: Shape) -> dict[str, Any]:
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    return {"function": {"name": name, "arguments": value if isinstance(value, dict) else {"input": value}}}
+    return {"function": {"name": name, "arguments": argument_object(arguments)}}
 
 
 def _error_lines(error: ApiError) -> Iterable[bytes]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from localspec.server.model_json import read_json
+
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CALL_KEYS = ("name", "type", "arguments", "parameters", "id")
 MAX_REFERENCES = 8
@@ -339,8 +341,8 @@ def _json_value(text: str, types: frozenset[str]) -> str:
     if source in ("True", "False", "None"):  # models that learned Python write these
         source = {"True": "true", "False": "false", "None": "null"}[source]
     try:
-        value = json.loads(source)
-    except (ValueError, RecursionError):
+        value = read_json(source)
+    except ValueError:
         return json.dumps(text, ensure_ascii=False)
     if "string" in types and _type_name(value) not in types:
         return json.dumps(text, ensure_ascii=False)
@@ -358,8 +360,8 @@ def _type_name(value: Any) -> str:
 
 def _text_of(source: str) -> str | None:
     try:
-        value = json.loads(source)
-    except (ValueError, RecursionError):
+        value = read_json(source)
+    except ValueError:
         return None
     return value if isinstance(value, str) else None
 

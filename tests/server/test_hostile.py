@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -16,6 +17,23 @@ from tests.server.conftest import says, serving
 from tests.server.test_contract import ASK, CHAT, Listening
 
 FORM = {"type": "regex"}
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+DIALECTS = {
+    CHAT: {"messages": ASK, "tools": TOOLS},
+    "/v1/responses": {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": PARAMETERS}]},
+    "/v1/messages": {"messages": ASK, "max_tokens": 99, "tools": [{"name": "f", "input_schema": PARAMETERS}]},
+    "/api/chat": {"messages": ASK, "tools": TOOLS},
+}
+CALLS = [
+    *(f'<tool_call>\n{{"name": "f", "arguments": {{"n": {value}}}}}\n</tool_call>' for value in ("NaN", "1e999")),
+    r'<tool_call>{"name": "f", "arguments": {"n": "\ud800"}}</tool_call>',
+    r'<tool_call>{"name": "f", "arguments": "\ud800"}</tool_call>',
+    *(
+        f"<tool_call>\n<function=f>\n<parameter=n>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        for value in ("NaN", r'"\ud800"', "9" * 5000, "[" * 1200)
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -73,3 +91,26 @@ async def test_a_model_that_does_not_load_is_said_on_the_terminal(capsys: pytest
     async with serving(says("x")) as address, httpx.AsyncClient(base_url=address) as http:
         assert (await http.get("/health")).status_code == 200
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("said", CALLS, ids=range(len(CALLS)))
+async def test_what_a_model_writes_in_a_call_never_fails_a_request(said: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(says(said)) as address, httpx.AsyncClient(base_url=address) as http:
+        for path, body in DIALECTS.items():
+            for stream in (False, True):
+                reply = await http.post(path, json={**body, "stream": stream})
+                assert reply.status_code == 200, path
+                assert "its log has the details" not in reply.text, path
+                if not stream:
+                    json.loads(reply.text, parse_constant=pytest.fail)
+    assert not caplog.records
+
+
+async def test_a_past_call_that_cannot_be_written_again_is_kept_as_text() -> None:
+    heard = Listening()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+    said = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "r"}]
+    async with serving(heard.engine) as address, httpx.AsyncClient(base_url=address) as http:
+        assert (await http.post(CHAT, json={"messages": said})).status_code == 200
+    arguments = json.loads(heard.seen[0].messages[1].tool_calls[0].arguments)
+    assert arguments == {"input": r'{"a": "\ud800"}'}
