@@ -17,7 +17,7 @@ from typing import Any
 
 from localspec.hub.layout import check_file_name, check_model_id
 from localspec.hub.records import HubError
-from localspec.hub.toml_table import Table
+from localspec.hub.toml_table import MAX_SIZE, Table
 
 FORMAT_VERSION = 1
 MAX_CATALOGUE_BYTES = 1 << 20
@@ -390,7 +390,7 @@ def _read_download(table: Table) -> float:
 def _read_contexts(table: Table) -> Mapping[int, int]:
     contexts = {}
     for gib, tokens in table.items("context_tokens"):
-        if not gib.isdecimal() or type(tokens) is not int or tokens <= 0:
+        if not re.fullmatch(r"[0-9]{1,6}", gib) or type(tokens) is not int or not 0 < tokens <= MAX_SIZE:
             raise HubError(f"{table.where}: context_tokens maps GiB to tokens, not {gib!r} to {tokens!r}")
         contexts[int(gib)] = tokens
     return MappingProxyType(dict(sorted(contexts.items())))

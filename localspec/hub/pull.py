@@ -210,6 +210,9 @@ def _hub_plan(job: Job, source: HubSource, located: sources.Located) -> Plan:
     located = replace(located, licence=located.licence or pinned_licence)
     if source.tensors:
         return plan_tensors(job, source, located)
+    if not any(remote.name == "config.json" or remote.name.endswith(".gguf") for remote in located.files):
+        # Adapters and parts of pipelines hold weights, but are no model: said before the gigabytes, not after.
+        raise HubError(f"{source.repo} has no config.json, so it is no whole model; nothing was fetched")
     located = _without_vision(job, source, located)
     here = {remote.name: step for remote in located.files if (step := file_here(job, source, remote)) is not None}
     if not job.offline:

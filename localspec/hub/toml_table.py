@@ -10,6 +10,9 @@ from localspec.hub.records import HubError
 
 T = TypeVar("T")
 
+MAX_SIZE = 1 << 53
+"""8 PiB in bytes; a float holds every whole number up to here."""
+
 
 class Table:
     """A TOML table from which keys are taken with their type; whatever is left at `finish` is an error."""
@@ -27,6 +30,10 @@ class Table:
         # bool is an int to isinstance; `demo = 1` and `top_k = true` are mistakes.
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise HubError(f"{self.where}: {key!r} is {value!r}, a {kind.__name__} is needed")
+        if isinstance(value, str) and not value.isprintable():
+            raise HubError(
+                f"{self.where}: {key!r} is {value!r}; a text of one line without control characters is needed"
+            )
         return value
 
     def text(self, key: str, pattern: re.Pattern[str], default: str | None = None) -> str:
@@ -45,6 +52,8 @@ class Table:
         value = self.take(key, int, default)
         if value < 0:
             raise HubError(f"{self.where}: {key!r} is {value}, it cannot be negative")
+        if value > MAX_SIZE:
+            raise HubError(f"{self.where}: {key!r} is larger than anything that could be meant")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:

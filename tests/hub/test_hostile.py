@@ -62,6 +62,14 @@ def test_a_repository_of_pickles_alone_is_refused(hub: FakeHub, tmp_path: Path) 
     assert list_installed(tmp_path) == ()
 
 
+def test_weights_without_a_config_are_not_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    del hub.files["config.json"]
+    hub.files["adapter_config.json"] = b"{}"
+    with pytest.raises(HubError, match=r"has no config\.json"):
+        pull(hub, tmp_path)
+    assert not any("/resolve/" in request.path for request in hub.log)
+
+
 def test_a_config_of_many_gigabytes_is_not_fetched(hub: FakeHub, tmp_path: Path) -> None:
     hub.extra_siblings = [{"rfilename": "extra.json", "size": 1 << 40, "blobId": "0" * 40}]
     with pytest.raises(HubError, match="at most 64 MiB are taken"):
