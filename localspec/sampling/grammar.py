@@ -90,8 +90,8 @@ class GrammarCompiler:
                 raise GrammarRefused(f"the {_NAMES[grammar.kind]} is refused: {_in_one_line(known.get_error())}")
             if _is_unsatisfiable(known):
                 raise GrammarRefused(
-                    f"the {_NAMES[grammar.kind]} allows no text at all; see that every $ref or rule that names itself "
-                    "has another way out"
+                    f"the {_NAMES[grammar.kind]} allows no text at all, or repeats too much to follow; see that every "
+                    "$ref or rule that names itself has another way out"
                 )
         self._compiled[grammar] = known
         while len(self._compiled) > MAX_COMPILED:
@@ -151,10 +151,11 @@ class RequestGrammar:
     def _mask(self, place: _Place) -> bytes:
         if place.where is Where.THOUGHT:
             return self._thought_mask
+        # A matcher that gives up here leaves a mask of the stop tokens: without a word the answer would end as if done.
+        mask = bytes(self._matcher.compute_bitmask()) if not self._matcher.is_error() else b""
         if self._matcher.is_error():
             self.error = f"the grammar could not be followed: {_in_one_line(self._matcher.get_error())}"
             return self._stop_mask
-        mask = bytes(self._matcher.compute_bitmask())
         return mask if place.where is Where.ANSWER else _with_bit(mask, self._start_id)
 
     def _after(self, place: _Place, token_id: int) -> tuple[_Place, int]:

@@ -153,8 +153,22 @@ def test_without_the_library_only_requests_with_a_grammar_are_refused(
 
 @pytest.mark.parametrize(
     "schema",
-    [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}],
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    ],
 )
 def test_a_schema_that_only_names_itself_is_refused(compiler: GrammarCompiler, schema: dict[str, object]) -> None:
     with pytest.raises(GrammarRefused, match="allows no text at all"):
         compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_a_grammar_that_gives_up_at_a_mask_says_so(compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    try:
+        grammar = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    except GrammarRefused:
+        return
+    for _ in range(4):
+        mask = grammar.window_masks([])[0]
+        assert grammar.error or allowed(mask) != [END]
