@@ -1,4 +1,4 @@
-"""The demo model's real weights are bit-equal to themselves; tests/engine/test_demo_model.py compares with transformers."""
+"""The demo model's real weights are bit-equal to themselves; tests/engine/test_demo_model.py has the comparison."""
 
 from __future__ import annotations
 
