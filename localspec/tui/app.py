@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +25,9 @@ from localspec.tui.options import ChatSettings, UiOptions
 from localspec.tui.safe_lines import SafeLines
 from localspec.tui.screens.chat import ChatScreen
 from localspec.tui.slash import SLASHES
+
+END_S = 5.0
+"""From a signal to the end, whatever still waits."""
 
 
 class Palette(CommandPalette):
@@ -68,10 +73,14 @@ class LocalspecApp(App[None]):
         # Ended from outside, or by a terminal that goes: as Ctrl+Q does, so that the terminal is as it was before.
         for number in (signal.SIGTERM, signal.SIGHUP):
             with suppress(NotImplementedError, RuntimeError, ValueError):  # only the main thread can take signals
-                asyncio.get_running_loop().add_signal_handler(number, self._end)
+                asyncio.get_running_loop().add_signal_handler(number, self._end, number)
 
-    def _end(self) -> None:
+    def _end(self, number: signal.Signals) -> None:
         self.run_worker(self.chat.leave(), group="end", exclusive=True)
+        # Textual may wait for ever to write to a terminal that is gone; everything is saved long before this.
+        last = threading.Timer(END_S, os._exit, (128 + number,))
+        last.daemon = True
+        last.start()
 
     async def run_async(self, **options: Any) -> None:
         """Run until the user leaves. Options are those of Textual's App."""

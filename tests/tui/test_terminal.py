@@ -159,6 +159,17 @@ def test_an_end_from_outside_is_a_clean_one(tmux: Tmux, tmp_path: Path, number: 
     assert chat.draft == "unsent"
 
 
+def test_a_terminal_that_goes_takes_the_app_along(tmux: Tmux, tmp_path: Path) -> None:
+    tmux.start("word " * 2000, 200)
+    tmux.wait(lambda screen: "Ask something" in screen)
+    pid = int((tmp_path / "pid").read_text())
+    tmux.stop()
+    end_s = time.monotonic() + 15
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < end_s, "the app runs on without a terminal"
+        time.sleep(0.1)
+
+
 def test_escape_codes_of_an_answer_do_not_reach_the_terminal(tmux: Tmux) -> None:
     evil = "a\x1b[2J\x1b[31mred\x1b]0;owned\x07\x1b]52;c;eA==\x07\x9b5m\u202eb ✅"
     tmux.start(f"{evil}\n\n```sh\n{evil}\n```\n\n| {evil} | b |\n|---|---|\n| 1 | {evil} |\n", 0, NO_COLOR="1")
