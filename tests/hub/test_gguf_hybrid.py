@@ -114,4 +114,4 @@ def test_an_unsupported_file_is_refused_before_it_is_fetched(tmp_path: Path) -> 
         settings = HubSettings(endpoint=hub.hub_url)
         with pytest.raises(HubError, match=r"m\.gguf has the architecture 'falcon'.*it was not fetched"):
             get(Catalogue(()), Wish("acme/falcon:m.gguf"), tmp_path / "data", settings)
-        assert hub.body_bytes_of("m.gguf") == 64 << 10
+        assert 0 < hub.body_bytes_of("m.gguf") <= 64 << 10
