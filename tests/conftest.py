@@ -17,6 +17,7 @@ SLOW_PLACES = (
     "tests/tui/",
     "tests/storage/test_ngram",
     "tests/hub/test_pull",
+    "tests/server/test_fuzz",
     "tests/server/test_load",
     "tests/server/test_openapi",
     "tests/server/test_stopping",
@@ -24,6 +25,7 @@ SLOW_PLACES = (
     "tests/api/test_remote",
     "tests/engine/test_tuner",
     "tests/commands/test_engine_process",
+    "tests/commands/test_cli",
     "tests/commands/test_ngram",
     "tests/cache/test_spill",
 )
