@@ -14,8 +14,8 @@ from localspec.tui.widgets.transcript import Transcript
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
 
-# Each update repaints the terminal below it; at 10 a second a large terminal took 5% of a busy core.
-UPDATES_PER_S = 8
+# Each update repaints the terminal below it: at 8 a second that took 5 to 6% of a core.
+UPDATES_PER_S = 6
 
 
 class Answering:
