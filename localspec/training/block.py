@@ -19,7 +19,7 @@ from torch.nn import functional
 from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
 from localspec.drafters.dspark import read_head_shape
 from localspec.training.answers import Batch
-from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
+from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss, start_from_target
 from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
@@ -122,12 +122,10 @@ class TrainableBlock:
         self.module: nn.Module = self.net
         initialise(self.net, seed)
         self._teacher = Teacher(target, vocabulary)
-        with torch.no_grad():
-            self.net.lm_head.weight.copy_(target.head_rows(self._teacher.ids))
-            self.net.norm.weight.copy_(START_SCALE * target.norm_scale())
-            self.net.fc.weight[:, -shape.target_hidden_size :] += torch.eye(shape.hidden_size, shape.target_hidden_size)
-            if head is not None:
-                self.net.markov_head.markov_w2.weight.zero_()
+        into = (self.net.lm_head.weight, self.net.norm.weight, self.net.fc.weight)
+        start_from_target(target, self._teacher, into, START_SCALE)
+        if head is not None:
+            nn.init.zeros_(self.net.markov_head.markov_w2.weight)
         self.net.to(target.device)
         self._inv_freq = shape.inv_freq.to(target.device)
         self.blocks_per_sequence = 32

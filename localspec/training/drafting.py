@@ -7,7 +7,7 @@ steps that an engine would take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,6 +139,31 @@ class Teacher:
     def are_said(self, drafts: Tensor, tokens: Tensor) -> Tensor:
         """Whether draft ids [...] are the target's tokens [...]."""
         return (drafts if self.ids is None else self.ids[drafts]) == tokens
+
+
+def start_from_target(target: Target, teacher: Teacher, into: tuple[Tensor, Tensor, Tensor], norm_share: float) -> None:
+    """Let a drafter begin as the target ends. into: its head [n, D], its final norm [D] (`norm_share` of the target's), and
+    its projection of the target's hiddens [D, n * target width], through which the last of them passes as it is."""
+    head, norm, projection = into
+    with torch.no_grad():
+        head.copy_(target.head_rows(teacher.ids))
+        norm.copy_(norm_share * target.norm_scale())
+        projection[:, -target.hidden_size :] += torch.eye(projection.shape[0], target.hidden_size)
+
+
+@torch.no_grad()
+def chain_matches(
+    teacher: Teacher, tokens: Tensor, outputs: Sequence[Tensor], logits: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`TrainableDrafter.matches` of a chain. tokens: [B, T]; outputs: for each draft the hiddens [B, T, D] of the rows
+    that began at i; the chain behind the newest token j began at j - 1."""
+    found = torch.zeros(*tokens.shape, len(outputs), dtype=torch.bool, device=tokens.device)
+    for step, hidden in enumerate(outputs):
+        usable = tokens.shape[1] - step - 2
+        if usable > 0:
+            drafts = logits(hidden[:, :usable]).argmax(dim=-1)
+            found[:, 1 : 1 + usable, step] = teacher.are_said(drafts, tokens[:, step + 2 :])
+    return found
 
 
 def soft_loss(logits: Tensor, law: Tensor, weights: Tensor) -> Tensor:

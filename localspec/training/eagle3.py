@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from localspec.drafters.eagle3 import Eagle3Shape, read_shape
 from localspec.training.answers import Batch
-from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss
+from localspec.training.drafting import (
+    DrafterSizes,
+    DraftVocabulary,
+    Loss,
+    Teacher,
+    chain_matches,
+    soft_loss,
+    start_from_target,
+)
 from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
@@ -81,10 +89,8 @@ class TrainableEagle3:
         self.module: nn.Module = self.net
         initialise(self.net, seed)
         self._teacher = Teacher(target, vocabulary)
-        with torch.no_grad():
-            self.net.lm_head.weight.copy_(target.head_rows(self._teacher.ids))
-            self.net.norm.weight.copy_(START_SCALE * target.norm_scale())
-            self.net.fc.weight[:, -shape.target_hidden_size :] += torch.eye(shape.hidden_size, shape.target_hidden_size)
+        into = (self.net.lm_head.weight, self.net.norm.weight, self.net.fc.weight)
+        start_from_target(target, self._teacher, into, START_SCALE)
         self.net.to(target.device)
         self._inv_freq = shape.inv_freq.to(target.device)
 
@@ -150,15 +156,8 @@ class TrainableEagle3:
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
-        """See `TrainableDrafter.matches`; the chain behind newest token j began at j - 1."""
-        tokens = batch.tokens
-        found = torch.zeros(*tokens.shape, depth, dtype=torch.bool, device=tokens.device)
-        for step, hidden in enumerate(self.unroll(tokens, hiddens.taps, depth)):
-            usable = tokens.shape[1] - step - 2
-            if usable > 0:
-                drafts = self.logits(hidden[:, :usable]).argmax(dim=-1)
-                found[:, 1 : 1 + usable, step] = self._teacher.are_said(drafts, tokens[:, step + 2 :])
-        return found
+        """See `TrainableDrafter.matches`."""
+        return chain_matches(self._teacher, batch.tokens, self.unroll(batch.tokens, hiddens.taps, depth), self.logits)
 
 
 def eagle3_config(sizes: DrafterSizes, layer_outputs: tuple[int, ...], vocabulary: DraftVocabulary) -> dict[str, Any]:

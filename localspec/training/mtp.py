@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from localspec.drafters.mtp import PREFIX, MtpShape, shape_of
 from localspec.training.answers import Batch
-from localspec.training.drafting import DraftVocabulary, Loss, Teacher, soft_loss
+from localspec.training.drafting import DraftVocabulary, Loss, Teacher, chain_matches, soft_loss
 from localspec.training.eagle3 import STEP_WEIGHT, TRAINED_STEPS, chain_mask
 from localspec.training.hybrid import GatedAttention
 from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise
@@ -115,12 +115,5 @@ class TrainableMtp:
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
-        """See `TrainableDrafter.matches`; the chain behind newest token j began at j - 1."""
-        tokens = batch.tokens
-        found = torch.zeros(*tokens.shape, depth, dtype=torch.bool, device=tokens.device)
-        for step, hidden in enumerate(self.unroll(tokens, hiddens.final, depth)):
-            usable = tokens.shape[1] - step - 2
-            if usable > 0:
-                drafts = self.logits(hidden[:, :usable]).argmax(dim=-1)
-                found[:, 1 : 1 + usable, step] = drafts == tokens[:, step + 2 :]
-        return found
+        """See `TrainableDrafter.matches`."""
+        return chain_matches(self._teacher, batch.tokens, self.unroll(batch.tokens, hiddens.final, depth), self.logits)
