@@ -142,8 +142,11 @@ class Teacher:
 
 
 def start_from_target(target: Target, teacher: Teacher, into: tuple[Tensor, Tensor, Tensor], norm_share: float) -> None:
-    """Let a drafter begin as the target ends. into: its head [n, D], its final norm [D] (`norm_share` of the target's), and
-    its projection of the target's hiddens [D, n * target width], through which the last of them passes as it is."""
+    """Let a drafter begin as the target ends.
+
+    into: its head [n, D], its final norm [D] (`norm_share` of the target's), and its projection of the target's hiddens
+    [D, n * target width], through which the last of them passes as it is.
+    """
     head, norm, projection = into
     with torch.no_grad():
         head.copy_(target.head_rows(teacher.ids))
