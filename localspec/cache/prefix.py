@@ -7,6 +7,7 @@ snapshot was taken: a hit is the longest position that has keys, values and, if 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -144,13 +145,19 @@ class PrefixTree:
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages that only the tree holds, least recently used leaves first. Returns how many."""
+        if count <= 0:
+            return 0
+        # One walk, then only what becomes a leaf: a walk for each page would hold a step up for a second.
+        leaves = [(n.last_used, order, n) for order, n in enumerate(self._nodes()) if self._is_free_leaf(n)]
+        heapq.heapify(leaves)
         freed = 0
-        while freed < count:
-            leaves = [n for n in self._nodes() if not n.children and self._pool.references(n.page) == 1]
-            if not leaves:
-                break
-            self._remove(min(leaves, key=lambda node: node.last_used))
+        while leaves and freed < count:
+            _, order, node = heapq.heappop(leaves)
+            parent = node.parent
+            self._remove(node)
             freed += 1
+            if parent is not None and self._is_free_leaf(parent):
+                heapq.heappush(leaves, (parent.last_used, order, parent))
         return freed
 
     def num_evictable(self) -> int:
@@ -159,13 +166,10 @@ class PrefixTree:
 
     def forget_chat(self, chat_id: str) -> None:
         """Drop everything that only this chat put here."""
-        for node in list(self._nodes()):
+        # Parents come before their children, so the other way round a branch goes from its end.
+        for node in reversed(list(self._nodes())):
             node.chat_ids.discard(chat_id)
-        changed = True
-        while changed:
-            doomed = [n for n in self._nodes() if not n.children and not n.chat_ids]
-            changed = bool(doomed)
-            for node in doomed:
+            if not node.children and not node.chat_ids:
                 self._remove(node)
 
     def clear(self) -> None:
@@ -176,6 +180,9 @@ class PrefixTree:
             self._pool.release((node.page,))
         self._roots.clear()
         self._seen.clear()
+
+    def _is_free_leaf(self, node: _Node) -> bool:
+        return node.parent is not None and not node.children and self._pool.references(node.page) == 1
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._roots.values())

@@ -44,6 +44,10 @@ class ChunkSizes:
         """A step of the streams was run."""
         self._step_ms = ms if not self._step_ms else (1 - NEW_SHARE) * self._step_ms + NEW_SHARE * ms
 
+    def measured_ms(self) -> dict[int, float]:
+        """What is known of chunks by now: milliseconds by tokens."""
+        return {size: round(ms, 2) for size, ms in sorted(self._chunk_ms.items())}
+
     def beside_streams(self) -> int:
         """The largest chunk that, with a step of the streams, is expected to keep to the target; where none does, the
         largest that takes hardly longer than the quickest."""
