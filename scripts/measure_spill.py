@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from device_tiers import disk_rate, forget_pages
+from tier_tools import disk_rate, forget_pages
 
 from localspec.api.types import Sampling
 from localspec.cache.spill import ModelIdentity, SpillLimits, SpillStore

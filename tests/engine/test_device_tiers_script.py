@@ -15,6 +15,11 @@ pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parents[2] / "scripts" / "device_tiers.py"
 
 
+@pytest.fixture(autouse=True)
+def _scripts_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+
+
 def test_every_section_runs_and_every_tier_is_equal(tmp_path: Path) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     words = [
