@@ -12,7 +12,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Plan:
 
     config: Mapping[str, Any]
     device: str = "cuda"
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    depths: tuple[int, ...] = (3, 6, 5, 4, 7, 2, 1)
     prompt_tokens: int = 2000
     max_tokens: int = 400
     draft_head_rows: int = 32768
@@ -50,51 +50,119 @@ class Plan:
     repeats: int = 2
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """The whole document. Rates are tokens per second of the best repeat, milliseconds are the device's own."""
-    started = time.perf_counter()
-    ops, _ = choose(resolve_device(plan.device))
-    read_rate = read_rate_bytes_per_s(ops.device, plan.read_bytes)
-    with torch.inference_mode():
-        model = architecture("qwen3_5").load(plan.config, SyntheticCheckpoint(plan.config, ops.device), ops)
-        mtp = _mtp(plan, ops, model)
-    # Of one draft: the block once, and its head.
-    draft_bytes = sum(weight.read_bytes for weight in packed_weights(mtp))
-    document: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else "cpu",
-        "weights": "random",
-        "acceptance": "synthetic",
-        "read_gb_per_s": round(read_rate / 1e9, 1),
-        "target_gb_per_token": round(model.read_bytes_per_token / 1e9, 4),
-        "draft_gb_per_token": round(draft_bytes / 1e9, 4),
-    }
-    drafters = {"mtp": mtp, "ngram": drafter_module("ngram").build(_setup(plan, ops, model))}
-    with running(model, ops, {}, plan, ()) as parts:
-        document["plain_without_drafters"] = timed(parts, plan, "off", None)
-    with running(model, ops, drafters, plan, PUBLISHED_MTP) as parts:
-        document["plain"] = timed(parts, plan, "off", None)
-        document["mtp"] = {}
-        for depth in plan.depths:
-            found = timed(parts, plan, "mtp", depth)
-            floor_ms = depth * draft_bytes / read_rate * 1e3
-            found["draft_over_floor"] = round(found["draft_ms"] / floor_ms, 3)
-            found["over_plain"] = round(found["tok_per_s"] / document["plain"]["tok_per_s"], 3)
-            document["mtp"][str(depth)] = found
-            print(f"mtp {depth}: {json.dumps(found)}", flush=True)
-    with running(model, ops, drafters, plan, MEAN_LENGTH_3_2) as parts:
-        document["mtp_at_length_3_2"] = timed(parts, plan, "mtp", min(3, max(plan.depths)))
-    best = max(document["mtp"].values(), key=lambda found: found["tok_per_s"])
-    document["figures"] = {
-        "mtp_over_plain": best["over_plain"],
-        "tok_per_s_at_length_3_2": document["mtp_at_length_3_2"]["tok_per_s"],
-        "draft_over_floor": max(found["draft_over_floor"] for found in document["mtp"].values()),
-        "off_with_drafters_over_without": round(
-            document["plain"]["tok_per_s"] / document["plain_without_drafters"]["tok_per_s"], 4
-        ),
-    }
-    document["bars"] = BARS
-    document["seconds"] = round(time.perf_counter() - started, 1)
-    return document
+def measure(plan: Plan, keep: Callable[[dict[str, Any]], None] = lambda document: None) -> dict[str, Any]:
+    """The whole document. Rates are tokens per second of the best repeat, milliseconds are the device's own.
+
+    What matters most comes first; `keep` is given the document as it grows.
+    """
+    run = _Run(plan, time.perf_counter(), keep)
+    run.synthetic()
+    run.at_length_3_2()
+    run.without_drafters()
+    return run.document
+
+
+class _Run:
+    """One document that grows section by section."""
+
+    def __init__(self, plan: Plan, started_s: float, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._plan, self._started_s, self._keep = plan, started_s, keep
+        ops, _ = choose(resolve_device(plan.device))
+        self._ops = ops
+        self._read_rate = read_rate_bytes_per_s(ops.device, plan.read_bytes)
+        with torch.inference_mode():
+            self._model = architecture("qwen3_5").load(plan.config, SyntheticCheckpoint(plan.config, ops.device), ops)
+            mtp = _mtp(plan, ops, self._model)
+        self._drafters = {"mtp": mtp, "ngram": drafter_module("ngram").build(_setup(plan, ops, self._model))}
+        # Of one draft: the block once, and its head.
+        self._draft_bytes = sum(weight.read_bytes for weight in packed_weights(mtp))
+        self.document: dict[str, Any] = {
+            "device": torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else "cpu",
+            "weights": "random",
+            "acceptance": "synthetic",
+            "read_gb_per_s": round(self._read_rate / 1e9, 1),
+            "target_gb_per_token": round(self._model.read_bytes_per_token / 1e9, 4),
+            "draft_gb_per_token": round(self._draft_bytes / 1e9, 4),
+            "mtp": {},
+            "figures": {},
+            "bars": BARS,
+        }
+        self._say("loaded", self.document["draft_gb_per_token"])
+
+    def synthetic(self) -> None:
+        """MTP at every depth and plain steps at the published rates, and which kernels drafting takes."""
+        plan, by_depth = self._plan, self.document["mtp"]
+        with running(self._model, self._ops, self._drafters, plan, PUBLISHED_MTP) as parts:
+            for depth in plan.depths:
+                found = timed(parts, plan, "mtp", depth)
+                floor_ms = depth * self._draft_bytes / self._read_rate * 1e3
+                found["draft_over_floor"] = round(found["draft_ms"] / floor_ms, 3)
+                by_depth[str(depth)] = found
+                self._figure("draft_over_floor", max(each["draft_over_floor"] for each in by_depth.values()))
+                self._say(f"mtp {depth}", found)
+                if depth == plan.depths[0] and self._ops.device.type == "cuda":
+                    self.document["plain"] = timed(parts, plan, "off", None)
+                    self._say("plain", self.document["plain"])
+                    self.document["kernels"] = proposal_kernels(parts)
+                    self._say("kernels", self.document["kernels"])
+            if "plain" not in self.document:
+                self.document["plain"] = timed(parts, plan, "off", None)
+            for found in by_depth.values():
+                found["over_plain"] = round(found["tok_per_s"] / self.document["plain"]["tok_per_s"], 3)
+            self._figure("mtp_over_plain", max(found["over_plain"] for found in by_depth.values()))
+
+    def at_length_3_2(self) -> None:
+        """Three drafts of which 2.2 stand."""
+        with running(self._model, self._ops, self._drafters, self._plan, MEAN_LENGTH_3_2) as parts:
+            found = timed(parts, self._plan, "mtp", min(3, max(self._plan.depths)))
+        self.document["mtp_at_length_3_2"] = found
+        self._figure("tok_per_s_at_length_3_2", found["tok_per_s"])
+        self._say("mtp at length 3.2", found)
+
+    def without_drafters(self) -> None:
+        """What `off` costs where drafters are loaded."""
+        with running(self._model, self._ops, {}, self._plan, PUBLISHED_MTP) as parts:
+            found = timed(parts, self._plan, "off", None)
+        self.document["plain_without_drafters"] = found
+        rate = self.document["plain"]["tok_per_s"]
+        self._figure("off_with_drafters_over_without", round(rate / found["tok_per_s"], 4))
+        self._say("plain without drafters", found)
+
+    def _figure(self, name: str, value: float) -> None:
+        self.document["figures"][name] = value
+
+    def _say(self, what: str, found: Any) -> None:
+        self.document["seconds"] = round(time.perf_counter() - self._started_s, 1)
+        print(f"{self.document['seconds']} s, {what}: {json.dumps(found)}", flush=True)
+        self._keep(self.document)
+
+
+def proposal_kernels(parts: Assembled, repeats: int = 20) -> list[dict[str, Any]]:
+    """Device kernels of the last captured proposal, the dearest first: name, launches, and milliseconds in all.
+
+    Replayed where no slot is drafted for: the same kernels, but attention finds no keys.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    device: Any = parts.loop.stages.device
+    captured = list(device._proposals.values())[-1]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+
+        def replay() -> None:
+            for _ in range(repeats):
+                captured.graph.replay()
+            torch.cuda.synchronize()
+
+        parts.loop.call(replay).result()
+    rows = [
+        {
+            "kernel": str(event.key)[:80],
+            "launches": round(event.count / repeats, 2),
+            "ms": round(float(getattr(event, "self_device_time_total", 0.0)) / 1e3 / repeats, 5),
+        }
+        for event in profiler.key_averages()
+    ]
+    return sorted((row for row in rows if row["ms"]), key=lambda row: -row["ms"])
 
 
 def timed(parts: Assembled, plan: Plan, drafter: str, depth: int | None) -> dict[str, float]:
@@ -115,6 +183,7 @@ def running(
     """An engine whose loop runs; its memory is free again afterwards."""
     limit = min(model.max_context_tokens, plan.prompt_tokens + plan.max_tokens + 1024)
     options = EngineOptions(device=str(ops.device), synthetic_acceptance=tuple(rates))
+    gc.collect()  # The engine before this one holds itself in circles.
     parts = assemble(model, ops, limit, drafters, options)
     parts.loop.start()
     try:
@@ -166,9 +235,12 @@ def main() -> None:
     arguments = parser.parse_args()
     config = json.loads(json.dumps(QWEN3_5_27B))
     config["text_config"]["num_hidden_layers"] = arguments.layers
-    document = measure(Plan(config, device=arguments.device))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    def keep(document: dict[str, Any]) -> None:
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    document = measure(Plan(config, device=arguments.device), keep)
     print(json.dumps(document), flush=True)
 
 
