@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Starts of the engine on a card from packed weights of the 27B's size: times, load rate, memory of card and host.
+
+    python scripts/device_load.py [--folder DIR] [--out FILE] [--tiny]
+
+Random weights are packed once into --folder (about 17 GB, taken away at the end). Then three processes start the engine
+one after the other as `localspec serve` does: the first with empty caches (kernels compile, the card is tested), the
+second and third with what the first left. Before each the page cache is asked to forget the file; the disk's rate is
+measured with the same reader. Bars: load at 70% of that rate; first start within 90 s and second within 10 s beside
+reading; 17.5 GiB by the driver's count with 32k of FP8 keys and values, 20.5 GiB with 128k, after answers of four
+sequences; host memory below 4 GiB beside pinned parts. `--tiny` takes the same way with a tiny model on a CPU, where no
+bar means anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+GIB = 2**30
+STARTS = (("first", 32768, 17.5), ("second", 32768, 17.5), ("long", 131072, 20.5))
+START_LIMIT_S = 150
+DRAFT_HEAD_ROWS = 32768
+RATE_BYTES = 6 << 30
+
+
+def make_folder(folder: Path, tiny: bool) -> None:
+    """A model folder with nothing but settings, a small tokenizer and packed weights."""
+    import torch
+
+    from localspec.engine import packed_weights
+    from localspec.engine.token_count import with_token_count
+    from localspec.formats._packed_file import PackedWriter
+    from localspec.hub.layout import PACKED_NAME
+    from localspec.runner.synthetic import QWEN3_5_27B, SyntheticCheckpoint
+    from tests.helpers.tiny_text import TEMPLATE, byte_tokenizer, tiny_text_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if tiny:
+        tiny_text_model("qwen3_5", 1, folder)
+        return
+    config = json.loads(json.dumps(QWEN3_5_27B))
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id("<|end|>")}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    config = with_token_count(config, folder)
+    device = torch.device("cuda")
+    source: Any = SyntheticCheckpoint(config, device, draft_head_rows=DRAFT_HEAD_ROWS)
+    with PackedWriter(folder / PACKED_NAME) as writer, torch.inference_mode():
+        recording = packed_weights._Recording(source)
+        facts = packed_weights._write_all(folder, config, recording, writer, device, lambda text: None)
+        writer.finish({**facts, "fingerprint": source.fingerprint, **packed_weights._wanted_facts(folder)})
+
+
+def forget(path: Path) -> None:
+    """Ask the page cache to drop a file."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def disk_rate(path: Path) -> dict[str, Any]:
+    """Bytes a second of reading the file in order as the loader does, with nothing done to the bytes."""
+    from localspec.formats._packed_file import PIECE_BYTES
+    from localspec.formats._packed_ring import READ_THREADS, RING_BUFFERS
+    from localspec.storage.aio import AsyncReader, OpenFile, Priority
+    from localspec.storage.buffers import aligned_memory
+
+    file = OpenFile(path)
+    total = min(RATE_BYTES, file.size_bytes // PIECE_BYTES * PIECE_BYTES)
+    places = [aligned_memory(PIECE_BYTES).data for _ in range(RING_BUFFERS)]
+    waiting: deque[Any] = deque()
+    started = time.perf_counter()
+    with AsyncReader(threads=READ_THREADS, buffer_cap_bytes=4 * PIECE_BYTES) as reader:
+        for index, offset in enumerate(range(0, total, PIECE_BYTES)):
+            if len(waiting) == len(places):
+                waiting.popleft().result()
+            into = places[index % len(places)]
+            waiting.append(reader.submit(file, offset, PIECE_BYTES, priority=Priority.BULK, into=into))
+        for ticket in waiting:
+            ticket.result()
+    seconds = time.perf_counter() - started
+    return {"gb_per_s": total / seconds / 1e9, "bytes": total, "direct": file.direct}
+
+
+def _status_gib(key: str) -> float:
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 / GIB if found else float("nan")
+
+
+def start(folder: Path, state: Path, context: int, limit_gib: float, device: str) -> dict[str, Any]:
+    """In a process of its own: build the engine, answer four requests at once, say what it took."""
+    import psutil
+
+    began = psutil.Process().create_time()
+    marks: list[tuple[float, str]] = []
+
+    def report(text: str) -> None:
+        marks.append((round(time.time() - began, 2), text))
+
+    import torch
+
+    from localspec.api.types import Sampling
+    from localspec.core.records import Request
+    from localspec.engine.build import EngineOptions, ModelPlace, build
+    from localspec.engine.synthetic_bench import driver_bytes
+    from localspec.engine.synthetic_decode import decode_all, made_up_prompt
+
+    report("imported")
+    options = EngineOptions(
+        device=device,
+        context_tokens=context if device == "cuda" else None,
+        kv_cache="fp8" if device == "cuda" else "auto",
+        checks_dir=state,
+        memory_limit_bytes=int(limit_gib * GIB) if device == "cuda" else None,
+    )
+    built = build(ModelPlace("random", folder, "random"), options, report)
+    report("ready")
+    on_card = device == "cuda"
+    found: dict[str, Any] = {
+        "marks": marks,
+        "driver_gib_ready": driver_bytes(torch.device(device)) / GIB if on_card else 0,
+    }
+    parts = built.parts
+    parts.loop.start()
+    try:
+        drafter = "mtp" if "mtp" in built.info.drafters else "off"
+        prompts = [made_up_prompt(parts, 3000 if on_card else 40, seed) for seed in range(4)]
+        vocabulary = 200
+        for depth in (0, 3, 7):
+            requests = [
+                Request("", tuple(i % vocabulary for i in prompt), Sampling(), seed, 24, (),
+                        drafter=drafter if depth else "off", depth=depth or None)
+                for seed, prompt in enumerate(prompts)
+            ]  # fmt: skip
+            decode_all(parts, requests)
+    finally:
+        parts.loop.stop()
+    report("answered")
+    if on_card:
+        found |= {
+            "driver_gib": driver_bytes(torch.device(device)) / GIB,
+            "reserved_gib": torch.cuda.memory_reserved() / GIB,
+            "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+            "bar_gib": limit_gib,
+        }
+    memory = parts.metrics.snapshot().memory_bytes
+    found["parts_gib"] = {name: size / GIB for name, size in memory.items()}
+    found["table_gib"] = parts.runner.model.vocabulary.table.nbytes / GIB  # type: ignore[attr-defined]
+    found["host_gib"] = {key: _status_gib(key) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
+    return found
+
+
+def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, limit_gib: float) -> dict[str, Any]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(state / "triton"), "HOME": str(state)}
+    command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
+    command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=START_LIMIT_S
+        )
+    except subprocess.TimeoutExpired as cut:
+        return {"failed": "time", "stderr": (cut.stderr or b"")[-1500:].decode(errors="replace")}
+    if done.returncode:
+        return {"failed": done.returncode, "stderr": done.stderr[-3000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def load_rate(marks: list[tuple[float, str]], num_bytes: int) -> dict[str, float]:
+    """From the report of a start: seconds of reading weights, their rate, and everything else."""
+    times = {text: at for at, text in marks}
+    reading = times.get("reading packed weights")
+    if reading is None or "ready" not in times:
+        return {}
+    ended = times["laying out memory"]
+    seconds = ended - reading
+    return {
+        "ready_s": times["ready"],
+        "reading_s": seconds,
+        "beside_reading_s": times["ready"] - seconds,
+        "imports_s": times["imported"],
+        "load_gb_per_s": num_bytes / seconds / 1e9,
+    }
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All of it; what is found is written as it comes."""
+    from localspec.hub.layout import PACKED_NAME
+
+    document: dict[str, Any] = {"weights": "random", "model": "tiny" if arguments.tiny else "27B"}
+    path = arguments.folder / PACKED_NAME
+    started = time.perf_counter()
+    command = [sys.executable, __file__, "--folder", str(arguments.folder), "--make"]
+    command += ["--tiny"] if arguments.tiny else []
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    if made.returncode:
+        sys.exit(f"the packed weights could not be written: {made.stderr[-2000:]}")
+    document["write_s"] = time.perf_counter() - started
+    num_bytes = path.stat().st_size if path.exists() else 0
+    document["packed_gb"] = num_bytes / 1e9
+    with tempfile.TemporaryDirectory() as state:
+        for name, context, limit_gib in STARTS:
+            if path.exists():
+                forget(path)
+                document[f"disk_{name}"] = disk_rate(path)
+                forget(path)
+            found = _begin(arguments, Path(state), name, context, limit_gib)
+            document[name] = found | load_rate(found.get("marks", []), num_bytes)
+            print(name, json.dumps(document[name]), json.dumps(document.get(f"disk_{name}", {})), flush=True)
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "localspec-random-27b")
+    parser.add_argument("--out", type=Path, default=Path("scripts/results/h200_load.json"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--limit-gib", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.make:
+        make_folder(arguments.folder, arguments.tiny)
+    elif arguments.start:
+        device = "cpu" if arguments.tiny else "cuda"
+        print(json.dumps(start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device)))
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            measure(arguments)
+        finally:
+            shutil.rmtree(arguments.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
