@@ -5,10 +5,11 @@
 
 One process has the engine (the 27B's shapes, random weights, MTP drafts accepted at Qwen's published rates whatever the
 model says) and its port, as `localspec serve` for a chat has. Three ways take turns: `alone`, the events thrown away in
-the engine's own process; `client`, a bare program at the port; `app`, the terminal app in a process and a pseudo terminal
-of its own, as `localspec chat` has it, which asks the question itself. Every way makes the same number of tokens at the
-same seed; times are taken in the engine's process, from the first token to the last. Bar: app at least 0.99 of both
-others, in the median of the rounds. `--tiny` takes the same way with a tiny model on a CPU, where no bar means anything.
+the engine's own process; `client`, a bare program at the port; `app`, the terminal app in a process and a pseudo
+terminal of its own, as `localspec chat` has it, which asks the question itself. Every way makes the same number of
+tokens at the same seed; times are taken in the engine's process, from the first token to the last. Bar: app at least
+0.99 of both others, in the median of the rounds. `--tiny` takes the same way with a tiny model on a CPU, where no bar
+means anything.
 """
 
 from __future__ import annotations
