@@ -133,6 +133,7 @@ class Restorer:
         self._reader = AsyncReader(threads=READ_THREADS, buffer_cap_bytes=4 * PIECE_BYTES)
         self._buffers: list[Tensor] = []
         self._state_buffer: Tensor | None = None
+        self._direct: bool | None = None
         self.epoch = 0
         """Changed by the decode thread when the tree's contents are in doubt."""
 
@@ -300,7 +301,8 @@ class Restorer:
         total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
         view: memoryview = buffer.numpy().data
         try:
-            file = OpenFile(self._store.path(block), no_follow=True)
+            file = OpenFile(self._store.path(block), no_follow=True, direct=self._direct)
+            self._direct = file.direct
             if file.size_bytes != total_bytes:
                 raise DamagedFile(f"{file.path} has {file.size_bytes} bytes instead of {total_bytes}")
             requests = [ReadRequest(file, a, b - a, None, view[a:b]) for a, b in _pieces(total_bytes)]

@@ -15,15 +15,18 @@ from localspec.storage.buffers import ALIGNMENT_BYTES, aligned_memory
 class OpenFile:
     """A file prepared for reading; its descriptor closes with the last request that needs it."""
 
-    def __init__(self, path: Path | str, *, random_access: bool = False, no_follow: bool = False) -> None:
-        """Open the file and find out whether it can be read past the page cache.
+    def __init__(
+        self, path: Path | str, *, random_access: bool = False, no_follow: bool = False, direct: bool | None = None
+    ) -> None:
+        """Open the file and find out whether it can be read past the page cache, unless `direct` is what a file beside
+        it said: finding out is a read, which waits behind all that are under way.
 
         Raises:
             OSError: the file cannot be opened, or is a link and `no_follow` was asked.
         """
         self.path = Path(path)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if no_follow else 0)
-        self._fd, self.direct = _open_direct_or_buffered(self.path, flags)
+        self._fd, self.direct = _open_direct_or_buffered(self.path, flags, direct)
         self.closed = False
         self.size_bytes = os.fstat(self._fd).st_size
         """When it was opened."""
@@ -45,7 +48,9 @@ class OpenFile:
             os.close(fd)
 
 
-def _open_direct_or_buffered(path: Path, flags: int) -> tuple[int, bool]:
+def _open_direct_or_buffered(path: Path, flags: int, direct: bool | None) -> tuple[int, bool]:
+    if direct is not None:
+        return os.open(path, flags | (os.O_DIRECT if direct else 0)), direct
     try:
         fd = os.open(path, flags | os.O_DIRECT)
     except OSError as error:

@@ -61,6 +61,17 @@ class Gate:
         return os.preadv(fd, buffers, offset)
 
 
+def test_what_a_file_beside_it_said_is_not_asked_again(
+    file: OpenFile, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", None)
+    again = OpenFile(file.path, direct=file.direct)
+    monkeypatch.undo()
+    assert again.direct == file.direct
+    with AsyncReader(threads=1) as reader:
+        assert bytes(reader.submit(again, 5, 9000).result(10)) == content[5:9005]
+
+
 def test_bytes_at_odd_offsets_and_sizes(file: OpenFile, content: bytes) -> None:
     rng = np.random.default_rng(2)
     cases = [(0, 64), (4095, 2), (1, 64), (SIZE_BYTES - 1, 1), (SIZE_BYTES - 4097, 4097), (0, SIZE_BYTES)]
