@@ -166,6 +166,7 @@ class SpillStore:
             num_blocks = remove_with_dependants(self.index, self.files, blocks)
             with self.index.transaction() as db:
                 db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
+            self.index.scrub()
         return num_blocks
 
     def sweep(self) -> int:

@@ -86,6 +86,7 @@ class SpillAdmin:
         removed = remove_with_dependants(self._index, self._files, self._index.of_chat(chat_id))
         with self._index.transaction() as db:
             db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
+        self._index.scrub()
         return removed
 
     def remove_model(self, model_id: str) -> int:
@@ -97,6 +98,7 @@ class SpillAdmin:
                 with self._index.transaction() as db:
                     db.execute("DELETE FROM block WHERE fingerprint = ?", (row.fingerprint,))
                 shutil.rmtree(self.folder / row.fingerprint.hex(), ignore_errors=True)
+        self._index.scrub()
         return removed
 
     def wipe(self) -> int:
@@ -108,9 +110,8 @@ class SpillAdmin:
             # What was written today stays written: the disk has worn by it.
             db.execute("DELETE FROM counter WHERE name NOT IN ('day', 'day_bytes')")
         self._files.sweep(())
-        # Deleted rows would stay readable in the file's free pages: they hold token ids.
         self._index.connection().execute("VACUUM")
-        self._index.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._index.scrub()
         return stored_bytes
 
     def verify(self) -> Iterator[tuple[int, Checked]]:

@@ -141,6 +141,8 @@ class SpillIndex:
         # A power cut may undo the last turns; it cannot harm the file.
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA cache_size = -16000")
+        # Rows hold the ids of tokens: what is deleted is overwritten, not only unlinked.
+        db.execute("PRAGMA secure_delete = ON")
         return db
 
     @contextlib.contextmanager
@@ -163,6 +165,11 @@ class SpillIndex:
             self._epoch += 1
         for db in connections:
             db.close()
+
+    def scrub(self) -> None:
+        """Empty the journal, which still holds rows as they were before they were deleted. What other processes read
+        at this moment goes with their next turn."""
+        self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def has(self, key: bytes) -> bool:
         """Whether a block is indexed."""
