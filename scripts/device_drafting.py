@@ -101,12 +101,10 @@ class _Run:
                 self._figure("draft_over_floor", max(each["draft_over_floor"] for each in by_depth.values()))
                 self._say(f"mtp {depth}", found)
                 if depth == plan.depths[0] and self._ops.device.type == "cuda":
-                    self.document["plain"] = timed(parts, plan, "off", None)
-                    self._say("plain", self.document["plain"])
-                    self.document["kernels"] = proposal_kernels(parts)
+                    self.document["kernels"] = proposal_kernels(parts, depth)
                     self._say("kernels", self.document["kernels"])
-            if "plain" not in self.document:
-                self.document["plain"] = timed(parts, plan, "off", None)
+            self.document["plain"] = timed(parts, plan, "off", None)
+            self._say("plain", self.document["plain"])
             for found in by_depth.values():
                 found["over_plain"] = round(found["tok_per_s"] / self.document["plain"]["tok_per_s"], 3)
             self._figure("mtp_over_plain", max(found["over_plain"] for found in by_depth.values()))
@@ -137,15 +135,15 @@ class _Run:
         self._keep(self.document)
 
 
-def proposal_kernels(parts: Assembled, repeats: int = 20) -> list[dict[str, Any]]:
-    """Device kernels of the last captured proposal, the dearest first: name, launches, and milliseconds in all.
+def proposal_kernels(parts: Assembled, depth: int, repeats: int = 20) -> list[dict[str, Any]]:
+    """Device kernels of the captured proposal of a depth, the dearest first: name, launches, and milliseconds in all.
 
     Replayed where no slot is drafted for: the same kernels, but attention finds no keys.
     """
     from torch.profiler import ProfilerActivity, profile
 
     device: Any = parts.loop.stages.device
-    captured = list(device._proposals.values())[-1]
+    captured = next(found for key, found in device._proposals.items() if [slot[2] for slot in key[0]] == [depth])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
 
         def replay() -> None:

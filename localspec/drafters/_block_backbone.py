@@ -117,7 +117,7 @@ class BlockBackbone:
         if not 0 <= shape.mask_token_id < model.vocab_size:
             raise ValueError(f"mask_token_id {shape.mask_token_id} is no row of the target's embedding")
         prefix = "model." if checkpoint.has("model.fc.weight") else ""
-        self.prefix = prefix
+        self.prefix, self.ops = prefix, ops
         width = (shape.hidden_size, len(shape.layer_outputs) * shape.target_hidden_size)
         self._fc = ops.pack([check_shape(checkpoint.weight(f"{prefix}fc.weight"), f"{prefix}fc.weight", width)])
         self._context_norm, self._final_norm = (
@@ -142,7 +142,7 @@ class BlockBackbone:
         """Keep keys and values of a prompt's rows; store the committed rows of a verify step until `catch_up`."""
         taps = torch.cat([forward.layer_outputs[layer] for layer in self.shape.layer_outputs], dim=1)
         if rows.kind == "verify":
-            self._waiting.store(rows, taps, state)
+            self._waiting.store(self._ops, rows, taps, state)
             return
         slots = torch.where(self._waiting.committed(rows, state), rows.slots, -1)
         self._store(taps, Paging.up_to(rows.block_tables, slots, rows.max_position_bound), rows.positions, cache)
@@ -157,7 +157,7 @@ class BlockBackbone:
 
         A new sequence that was never observed has nothing that waits.
         """
-        taken = self._waiting.take(depths, state)
+        taken = self._waiting.take(self._ops, depths, state)
         paging = Paging.up_to(state.block_tables, taken.slots, max(depths.length_bounds, default=1))
         self._store(taken.sources, paging, taken.positions, cache)
         return (self._waiting.caught_up(state) | (state.lengths == 1)) & (state.lengths > 0)

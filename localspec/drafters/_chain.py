@@ -18,9 +18,10 @@ from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
-from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
-from localspec.drafters._waiting import WaitingRows
-from localspec.kernels.ops import Paging
+from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
+from localspec.drafters._waiting import WaitingRows, texts_of
+from localspec.kernels.draft_rows import NewestRows, Rounds, TakenRows
+from localspec.kernels.ops import Ops, Paging
 from localspec.layers.step import LayerStep
 
 
@@ -60,9 +61,8 @@ class ChainDrafter:
         drawer: Drawer,
         max_depth: int,
         num_slots: int,
-        placement: tuple[torch.device, torch.dtype],
+        ops: Ops,
     ) -> None:
-        """placement: device and dtype of the hidden."""
         self.name = cache_spec.owner
         self.origins: tuple[str, ...] = (self.name,)
         self.max_depth = max_depth
@@ -70,97 +70,100 @@ class ChainDrafter:
         self.cache_spec = cache_spec
         self._network = network
         self._drawer = drawer
-        self._waiting = WaitingRows(num_slots, network.source_size, placement)
-        # Output of each slot's newest row and its position; one place more takes rows that are not the newest.
-        self._hidden = torch.zeros(num_slots + 1, network.hidden_size, device=placement[0], dtype=placement[1])
-        self._position = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=placement[0])
+        self._ops = ops
+        self._waiting = WaitingRows(num_slots, network.source_size, (ops.device, ops.activation_dtype))
+        self._newest = NewestRows(
+            torch.zeros(num_slots + 1, network.hidden_size, device=ops.device, dtype=ops.activation_dtype),
+            torch.full((num_slots + 1,), -1, dtype=torch.int64, device=ops.device),
+        )
 
     @torch.inference_mode()
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """Catch up, then go on from the newest row, one token a round for all slots."""
-        num_slots = state.lengths.shape[0]
+        count = min(depths.max_depth, self.max_depth)
+        if not count:
+            return finished_draft([], [], state.lengths > 0, depths, self.origins)
+        frame = _Frame.of(state, depths, cache)
+        rounds = self._catch_up(frame, depths, state, count)
+        hidden = self._newest.hidden[: state.lengths.shape[0]]
         tokens: list[Tensor] = []
-        logits: list[Tensor] = []
-        if depths.max_depth:
-            self._catch_up(depths, state, cache)
-        ready = (self._position[:num_slots] == state.lengths - 2) & (state.lengths >= 2)
-        hidden = self._hidden[:num_slots]
-        rounds = _Rounds.of(state, torch.where(ready, depths.depths, 0), depths, cache, self._waiting.valid_from)
-        for column in range(min(depths.max_depth, self.max_depth)):
+        confidence: list[Tensor] = []
+        for column in range(count):
             if column:
-                hidden = self._network.run(tokens[-1], hidden, rounds.step(column))
-            logits.append(self._network.logits(hidden))
-            positions = state.lengths + column if depths.sampled else state.lengths
-            tokens.append(self._drawer.draw(logits[-1], DrawnRows(state, positions, depths.sampled)))
-        confidence = all_certainties(self._drawer, logits, state, depths.sampled) if logits else []
-        return finished_draft(tokens, confidence, ready, depths, self.origins)
+                hidden = self._network.run(tokens[-1], hidden, frame.step(rounds, column, self._waiting.valid_from))
+            # Without a temperature nothing is drawn, and every position has the same noise: none.
+            asked = DrawnRows(state, rounds.positions[column] + 2, depths.sampled)
+            token, certainty = self._drawer.draw(self._ops, self._network.logits(hidden), asked)
+            tokens.append(token)
+            confidence.append(certainty)
+        return finished_draft(tokens, confidence, rounds.ready, depths, self.origins)
 
     @torch.inference_mode()
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Run the rows of a prompt at once; store the committed rows of a verify step."""
         source = self._network.source(forward)
         if rows.kind == "verify":
-            self._waiting.store(rows, source, state)
+            self._waiting.store(self._ops, rows, source, state)
             return
         kept = replace(rows, slots=torch.where(self._waiting.committed(rows, state), rows.slots, -1))
-        self._run(LayerStep.of(kept, cache), source, state)
+        self._run_prompt(kept, source, state, cache)
         self._waiting.mark_run(rows, state)
 
     def forget(self, slot: int) -> None:
         """What is kept belongs to another text."""
-        self._position[slot] = -1
+        self._newest.position[slot] = -1
         self._waiting.forget(slot)
 
-    def _catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
-        """Run rows that wait, oldest first."""
-        taken = self._waiting.take(depths, state)
-        rounds = _Rounds.of(state, depths.depths, depths, cache, self._waiting.valid_from)
-        rows = replace(rounds.rows, positions=taken.positions, slots=taken.slots)
-        paging = Paging.up_to(rows.block_tables, rows.slots, rows.max_position_bound)
-        self._run(LayerStep(rows, cache, paging, taken.key_begin, taken.positions + 1), taken.sources, state)
+    def _catch_up(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
+        """Run rows that wait, oldest first, with the target's hiddens."""
+        taken = self._waiting.take(self._ops, depths, state)
+        hidden = self._network.run(taken.token_ids, self._network.first_hidden(taken.sources), frame.pass_of(taken))
+        return self._ops.keep_newest(taken, hidden, self._newest, texts_of(depths, state), num_rounds)
 
-    def _run(self, step: LayerStep, source: Tensor, state: SequenceState) -> None:
+    def _run_prompt(self, rows: Rows, source: Tensor, state: SequenceState, cache: Cache) -> None:
         """Run rows with the target's hiddens and keep the output of each slot's newest."""
-        slots, following = step.rows.slots.clamp(min=0), step.rows.positions + 1
+        slots, following = rows.slots.clamp(min=0), rows.positions + 1
         token_ids = state.history[slots, following.clamp(max=state.history.shape[1] - 1)]
-        hidden = self._network.run(token_ids, self._network.first_hidden(source), step)
-        newest = (step.rows.slots >= 0) & (following == state.lengths[slots] - 1)
-        place = torch.where(newest, slots, self._position.shape[0] - 1)
-        self._hidden[place] = hidden.to(self._hidden.dtype)
-        self._position[place] = step.rows.positions
+        hidden = self._network.run(token_ids, self._network.first_hidden(source), LayerStep.of(rows, cache))
+        newest = (rows.slots >= 0) & (following == state.lengths[slots] - 1)
+        place = torch.where(newest, slots, self._newest.position.shape[0] - 1)
+        self._newest.hidden[place] = hidden.to(self._newest.hidden.dtype)
+        self._newest.position[place] = rows.positions
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """What the rounds of a proposal share: one row a slot, at most as many rounds as its depth."""
+class _Frame:
+    """What all passes of a proposal share; each has rows of its own."""
 
     rows: Rows
     cache: Cache
-    depths: Tensor
-    key_begin: Tensor
 
     @classmethod
-    def of(cls, state: SequenceState, allowed: Tensor, depths: Depths, cache: Cache, key_begin: Tensor) -> _Rounds:
-        """allowed: [S] int64 depth of each slot, 0 for slots that are not drafted for; key_begin: [S] int64."""
-        slots = torch.arange(allowed.shape[0], device=allowed.device)
+    def of(cls, state: SequenceState, depths: Depths, cache: Cache) -> _Frame:
+        # A chain's layers read positions, slots and tables only; the rest stands for itself.
         rows = Rows(
             kind="verify",
-            token_ids=slots,
-            positions=(state.lengths - 2).clamp(min=0),
-            slots=slots,
+            token_ids=state.lengths,
+            positions=state.lengths,
+            slots=state.lengths,
             block_tables=state.block_tables,
             lengths=state.lengths,
-            window_starts=slots,
-            window_rows=torch.ones_like(slots),
+            window_starts=state.lengths,
+            window_rows=state.lengths,
             pending_rows=state.pending_rows,
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
         )
-        return cls(rows, cache, allowed, key_begin)
+        return cls(rows, cache)
 
-    def step(self, column: int) -> LayerStep:
-        """Rows of the round that guesses `column`; slots that are done become padding."""
-        positions = self.rows.positions + column
-        slots = torch.where(self.depths > column, self.rows.slots, -1)
+    def pass_of(self, taken: TakenRows) -> LayerStep:
+        """Rows that waited."""
+        return self._step(taken.slots, taken.positions, taken.key_begin, taken.key_end)
+
+    def step(self, rounds: Rounds, column: int, key_begin: Tensor) -> LayerStep:
+        """The round that guesses `column`, a row a slot; slots that are done are padding."""
+        return self._step(rounds.slots[column], rounds.positions[column], key_begin, rounds.key_end[column])
+
+    def _step(self, slots: Tensor, positions: Tensor, key_begin: Tensor, key_end: Tensor) -> LayerStep:
         rows = replace(self.rows, positions=positions, slots=slots)
         paging = Paging.up_to(rows.block_tables, slots, rows.max_position_bound)
-        return LayerStep(rows, self.cache, paging, self.key_begin, positions + 1)
+        return LayerStep(rows, self.cache, paging, key_begin, key_end)

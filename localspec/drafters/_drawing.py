@@ -13,6 +13,7 @@ from torch import Tensor
 from localspec.core.records import Draft
 from localspec.core.state import SequenceState
 from localspec.drafters import Depths
+from localspec.kernels.ops import Ops
 from localspec.sampling.candidates import RowParameters, kept_candidates
 from localspec.sampling.noise import gumbel, row_keys
 
@@ -75,18 +76,14 @@ class Drawer:
     greedy: bool = False
     has_holes: bool = False
 
-    def draw(self, logits: Tensor, rows: DrawnRows) -> Tensor:
-        """logits [R, n] float32 -> target ids [R] int64."""
+    def draw(self, ops: Ops, logits: Tensor, rows: DrawnRows) -> tuple[Tensor, Tensor]:
+        """logits [R, n] float32 -> target ids [R] int64, and [R] float32 the draft's own probability of its best token,
+        at the temperature."""
+        divisor = rows.divisor[:, 0] if rows.sampled else None
+        best, certainty = ops.best_tokens(logits, divisor, self.id_map)
         if rows.sampled and not self.greedy:
-            return self.choose(self.candidates(logits), rows)[0]
-        return self._target_ids(self._sayable(logits).argmax(dim=1))
-
-    def certainty(self, logits: Tensor, rows: DrawnRows) -> Tensor:
-        """logits [R, n] float32 -> [R] float32: the draft's own probability of its best token, at the temperature."""
-        logits = self._sayable(logits)
-        if rows.sampled:
-            logits = logits / rows.divisor
-        return (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp()
+            return self.choose(self.candidates(logits), rows)[0], certainty
+        return best, certainty
 
     def candidates(self, logits: Tensor, count: int = NUM_CANDIDATES) -> Candidates:
         """The `count` best of each row of logits [R, n] float32."""
@@ -118,14 +115,6 @@ class Drawer:
 
     def _target_ids(self, places: Tensor) -> Tensor:
         return places if self.id_map is None else self.id_map[places].clamp(min=0)
-
-
-def all_certainties(drawer: Drawer, logits: list[Tensor], state: SequenceState, sampled: bool) -> list[Tensor]:
-    """`Drawer.certainty` of several columns, each [S, n], in one go (fewer launches) -> [S] float32 a column."""
-    num_slots = logits[0].shape[0]
-    slots = torch.arange(num_slots, device=logits[0].device).repeat(len(logits))
-    found = drawer.certainty(torch.cat(logits), DrawnRows(state, slots, sampled, slots))
-    return list(found.view(len(logits), num_slots).unbind(0))
 
 
 def finished_draft(

@@ -14,6 +14,8 @@ from torch import Tensor
 from localspec.core.records import Rows
 from localspec.core.state import SequenceState
 from localspec.drafters import Depths
+from localspec.kernels.draft_rows import KeptRows, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.ops import Ops
 
 KEPT_ROWS = 64
 """Rows of a sequence that can wait. After a longer pause the older ones are lost to the drafter."""
@@ -51,67 +53,53 @@ class Block:
         return values[(self.starts[:, None] + column).clamp(max=values.shape[0] - 1)]
 
 
-@dataclass(frozen=True)
-class TakenRows:
-    """Rows to run now. slots: [R] int64, -1 for padding; positions, key_begin: [R] int64; sources: [R, N]."""
-
-    slots: Tensor
-    positions: Tensor
-    key_begin: Tensor
-    sources: Tensor
-
-
 class WaitingRows:
-    """One place more than slots takes rows that are nobody's.
-
-    valid_from: [S] int64 first position behind the last gap, which no row behind it may attend to the front of.
-    """
+    """Rows of all slots, see `KeptRows`."""
 
     def __init__(self, num_slots: int, source_size: int, placement: tuple[torch.device, torch.dtype]) -> None:
         """source_size: width of what is stored of a row; placement: device and dtype of it."""
         device, dtype = placement
         self._num_slots = num_slots
-        # Row of position p lies at p modulo KEPT_ROWS.
-        self._sources = torch.zeros(num_slots + 1, KEPT_ROWS, source_size, device=device, dtype=dtype)
-        # Positions that were run, or were in the cache before the drafter saw the sequence; -1 for a new sequence.
-        self._done = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-        self.valid_from = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # What was in the cache before the drafter saw a sequence counts as run.
+        self._kept = KeptRows(
+            sources=torch.zeros(num_slots + 1, KEPT_ROWS, source_size, device=device, dtype=dtype),
+            done=torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device),
+            valid_from=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def valid_from(self) -> Tensor:
+        """[S] int64 first position behind the last gap, which no row behind it may attend to the front of."""
+        return self._kept.valid_from
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""
-        self._done[slot] = -1
-        self.valid_from[slot] = 0
+        self._kept.done[slot] = -1
+        self._kept.valid_from[slot] = 0
 
     def committed(self, rows: Rows, state: SequenceState) -> Tensor:
         """[R] bool: rows whose token stands and whose next token is known."""
         return (rows.slots >= 0) & (rows.positions + 1 < state.lengths[rows.slots.clamp(min=0)])
 
-    def store(self, rows: Rows, source: Tensor, state: SequenceState) -> None:
+    def store(self, ops: Ops, rows: Rows, source: Tensor, state: SequenceState) -> None:
         """Keep the committed rows of a verify step. source: [R, N]."""
-        place = torch.where(self.committed(rows, state), rows.slots, self._num_slots)
-        self._sources[place, rows.positions % KEPT_ROWS] = source.to(self._sources.dtype)
-        # What lies before the first window of a sequence was in the cache already.
-        done = self._done[: self._num_slots]
-        first = rows.positions[rows.window_starts.clamp(max=rows.positions.shape[0] - 1)]
-        done.copy_(torch.where((done < 0) & (rows.window_rows > 0), first, done))
+        seen = SeenRows(rows.slots, rows.positions, rows.window_starts, rows.window_rows, source)
+        ops.store_rows(self._kept, seen, state.lengths)
 
     def mark_run(self, rows: Rows, state: SequenceState) -> None:
         """The committed rows of a prompt were run at once."""
         place = torch.where(self.committed(rows, state), rows.slots, self._num_slots)
-        self._done.scatter_reduce_(0, place, rows.positions + 1, "amax")
+        self._kept.done.scatter_reduce_(0, place, rows.positions + 1, "amax")
 
-    def take(self, depths: Depths, state: SequenceState) -> TakenRows:
+    def take(self, ops: Ops, depths: Depths, state: SequenceState) -> TakenRows:
         """The oldest waiting rows of the slots that are drafted for, at most MAX_PASS_ROWS; they count as run."""
-        done, ends = self._done[: self._num_slots], state.lengths - 1
-        begin = torch.maximum(done, ends - KEPT_ROWS)
-        self.valid_from.copy_(torch.where((done >= 0) & (begin > done), begin, self.valid_from))
-        asked = (depths.depths > 0) & (done >= 0)
-        block = Block.of(torch.where(asked, (ends - begin).clamp(min=0), 0), MAX_PASS_ROWS)
-        slots = block.slots.clamp(min=0)
-        positions = (begin[slots] + block.offsets).clamp(min=0)
-        done.copy_(torch.where(block.counts > 0, begin + block.counts, done))
-        return TakenRows(block.slots, positions, self.valid_from[slots], self._sources[slots, positions % KEPT_ROWS])
+        return ops.take_rows(self._kept, texts_of(depths, state), MAX_PASS_ROWS)
 
     def caught_up(self, state: SequenceState) -> Tensor:
         """[S] bool: nothing of the slot waits."""
-        return self._done[: self._num_slots] == state.lengths - 1
+        return self._kept.done[: self._num_slots] == state.lengths - 1
+
+
+def texts_of(depths: Depths, state: SequenceState) -> SlotTexts:
+    """The sequences as the back end's operations see them."""
+    return SlotTexts(state.history, state.lengths, depths.depths)

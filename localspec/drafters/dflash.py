@@ -94,7 +94,7 @@ class DFlashDrafter:
         asked = DrawnRows(state, state.lengths[slots] - 1 + block.offsets, depths.sampled, slots)
         if self._selector is None:
             # Row 0 of a block is the newest token, which is known; its draw is thrown away.
-            drawn = self._drawer.draw(logits, asked), self._drawer.certainty(logits, asked)
+            drawn = self._drawer.draw(self._backbone.ops, logits, asked)
             tokens, scores = (list(block.by_slot(part, 1, count).unbind(1)) for part in drawn)
         else:
             found = self._drawer.candidates(logits, self._selector.num_candidates)

@@ -16,11 +16,12 @@ from torch import Tensor
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, DrafterSetup
-from localspec.drafters._drawing import Drawer, DrawnRows, all_certainties, finished_draft
+from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
 from localspec.drafters._waiting import MAX_PASS_ROWS, Block
 from localspec.formats.checkpoint import read_config
+from localspec.kernels.ops import Ops
 from localspec.models import Model, architecture
 
 needs_weights = True
@@ -35,15 +36,12 @@ class ModelDrafter:
     max_depth = MAX_DEPTH
     needs = HiddenNeeds()
 
-    def __init__(
-        self, model: Model, vocabulary: VocabularyMap | None, placement: tuple[torch.device, int], greedy: bool
-    ) -> None:
-        """placement: device and number of slots. Raises ValueError for a model with recurrent state, which could not
-        take back a refused draft."""
-        device, num_slots = placement
+    def __init__(self, model: Model, vocabulary: VocabularyMap | None, ops: Ops, num_slots: int, greedy: bool) -> None:
+        """Raises ValueError for a model with recurrent state, which could not take back a refused draft."""
+        device = ops.device
         if model.cache_spec.states:
             raise ValueError("a model with recurrent state cannot draft; take one with attention layers only")
-        self._model = model
+        self._model, self._ops = model, ops
         self._to_draft = None if vocabulary is None else vocabulary.target_to_draft.to(device)
         to_target = None if vocabulary is None else vocabulary.draft_to_target.to(device)
         self._drawer = Drawer(to_target, greedy, has_holes=True)
@@ -59,15 +57,16 @@ class ModelDrafter:
         hidden, ready = self._catch_up(depths, state, cache)
         newest = (state.lengths - 1).clamp(min=0)
         tokens: list[Tensor] = []
-        logits: list[Tensor] = []
+        confidence: list[Tensor] = []
         for column in range(min(depths.max_depth, self.max_depth)):
             if column:
                 runs = ready & (depths.depths > column)
                 rows = self._rows(tokens[-1], newest + column, runs, depths, state)
                 hidden = self._model.forward(rows, cache, self.needs).hidden
-            logits.append(self._model.logits(hidden))
-            tokens.append(self._drawer.draw(logits[-1], DrawnRows(state, state.lengths + column, depths.sampled)))
-        confidence = all_certainties(self._drawer, logits, state, depths.sampled)
+            asked = DrawnRows(state, state.lengths + column, depths.sampled)
+            token, certainty = self._drawer.draw(self._ops, self._model.logits(hidden), asked)
+            tokens.append(token)
+            confidence.append(certainty)
         return finished_draft(tokens, confidence, ready, depths, self.origins)
 
     @torch.inference_mode()
@@ -147,7 +146,7 @@ def make(model: Model, vocabulary: VocabularyMap | None, setup: DrafterSetup, gr
             f"the draft has {model.vocab_size} tokens and the target {setup.model.vocab_size}; "
             "their tokenizers are needed to compare them"
         )
-    return ModelDrafter(model, vocabulary, (setup.ops.device, setup.num_slots), greedy)
+    return ModelDrafter(model, vocabulary, setup.ops, setup.num_slots, greedy)
 
 
 def build(setup: DrafterSetup) -> Drafter:

@@ -249,7 +249,7 @@ def make(shape: Eagle3Shape, setup: DrafterSetup, checkpoint: Checkpoint, greedy
         drawer=Drawer(network.id_map, greedy),
         max_depth=MAX_DEPTH,
         num_slots=setup.num_slots,
-        placement=(setup.ops.device, setup.ops.activation_dtype),
+        ops=setup.ops,
     )
 
 

@@ -100,8 +100,8 @@ class MtpNetwork:
     def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
         """See `ChainNetwork.run`; the embedding comes first in the joined input."""
         ops = self._ops
-        embedding = ops.rms_norm(self._model.embed(token_ids), self._embedding_norm)
-        joined = torch.cat([embedding, ops.rms_norm(hidden, self._hidden_norm)], dim=1)
+        parts = self._model.embed(token_ids), hidden
+        joined = ops.joined_norms(parts, (self._embedding_norm, self._hidden_norm))
         x = ops.linear(joined, self._fc)
         x = self._mlp.forward(ops, self._attention.forward(ops, x, step))
         return ops.rms_norm(x, self._final_norm)
@@ -138,7 +138,7 @@ def make(shape: MtpShape, setup: DrafterSetup, checkpoint: Checkpoint, greedy: b
         drawer=Drawer(network.draft_ids, greedy),
         max_depth=MAX_DEPTH,
         num_slots=setup.num_slots,
-        placement=(setup.ops.device, setup.ops.activation_dtype),
+        ops=setup.ops,
     )
 
 

@@ -76,17 +76,19 @@ class DrafterSet:
         `sampled`: whether some slot draws with a temperature.
         """
         width = max(slot.num_drafts for slot in plan.slots)
-        draft = _empty_draft(width, self._device)
         if not width:
-            return draft
+            return _empty_draft(width, self._device)
+        draft: Draft | None = None
         for chain in sorted({slot.drafter for slot in plan.slots if slot.num_drafts}):
             parts = [part for part in chain.split("+") if part in self._drafters]
             for part in parts:
                 # Before another method a drafter speaks only where it is sure, or the other would never be heard.
                 role = _Role(chain, only_sure=part != parts[-1], sampled=sampled)
-                draft = self._speak(self._drafters[part], role, plan, state, draft)
-            if len(parts) > 1:
+                draft = self._speak(self._drafters[part], role, plan, state, draft, width)
+            if len(parts) > 1 and draft is not None:
                 draft = self._go_on(parts, _Role(chain, only_sure=True, sampled=sampled), plan, state, draft)
+        if draft is None:
+            return _empty_draft(width, self._device)
         if plan.row_budget is not None and self.schedule is not None:
             draft = chosen_by_host(draft, [slot.slot for slot in plan.slots], self.schedule)
         return draft
@@ -119,11 +121,21 @@ class DrafterSet:
         for drafter in self._drafters.values():
             drafter.forget(slot)
 
-    def _speak(self, drafter: Drafter, role: _Role, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
+    def _speak(
+        self,
+        drafter: Drafter,
+        role: _Role,
+        plan: VerifyPlan,
+        state: SequenceState,
+        so_far: Draft | None,
+        width: int,
+    ) -> Draft | None:
+        """What was said before, and for slots where that is nothing what this drafter says."""
         depths = self._depths(plan, role, drafter.max_depth)
         if not depths.max_depth:
             return so_far
-        return _first_that_speaks(so_far, drafter.propose(depths, state, self._cache(drafter)))
+        said = _widened(drafter.propose(depths, state, self._cache(drafter)), width)
+        return said if so_far is None else _first_that_speaks(so_far, said)
 
     def _go_on(self, parts: list[str], role: _Role, plan: VerifyPlan, state: SequenceState, so_far: Draft) -> Draft:
         """Fill the rest of the chain's windows, where its last part leaves any."""
@@ -174,20 +186,28 @@ def _empty_draft(width: int, device: torch.device) -> Draft:
     )
 
 
+def _widened(draft: Draft, width: int) -> Draft:
+    """With as many columns as the step's windows have."""
+    missing = width - draft.token_ids.shape[1]
+    if not missing:
+        return replace(draft, confidence=_confidence(draft))
+    return replace(
+        draft,
+        token_ids=torch.nn.functional.pad(draft.token_ids, (0, missing), value=-1),
+        origins=torch.nn.functional.pad(draft.origins, (0, missing)),
+        confidence=torch.nn.functional.pad(_confidence(draft), (0, missing)),
+    )
+
+
 def _first_that_speaks(first: Draft, second: Draft) -> Draft:
-    """Per slot: `first` if it has a draft there, else `second` (which may be narrower)."""
-    width = first.token_ids.shape[1]
-    missing = width - second.token_ids.shape[1]
-    token_ids = torch.nn.functional.pad(second.token_ids, (0, missing), value=-1)
-    origins = torch.nn.functional.pad(second.origins, (0, missing)) + len(first.origin_names)
+    """Per slot: `first` if it has a draft there, else `second`; both are equally wide."""
     speaks = first.num_drafts > 0  # [S]
-    confidence = torch.nn.functional.pad(_confidence(second), (0, missing))
     return Draft(
-        token_ids=torch.where(speaks[:, None], first.token_ids, token_ids),
-        origins=torch.where(speaks[:, None], first.origins, origins),
+        token_ids=torch.where(speaks[:, None], first.token_ids, second.token_ids),
+        origins=torch.where(speaks[:, None], first.origins, second.origins + len(first.origin_names)),
         num_drafts=torch.where(speaks, first.num_drafts, second.num_drafts),
         origin_names=(*first.origin_names, *second.origin_names),
-        confidence=torch.where(speaks[:, None], _confidence(first), confidence),
+        confidence=torch.where(speaks[:, None], _confidence(first), _confidence(second)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.weights import LogicalWeight
 
 PAGE_TOKENS = 64
@@ -187,6 +188,39 @@ class Ops(Protocol):
 
         Slots without rows keep everything. The stop token itself is emitted.
         """
+        ...
+
+    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
+        """[R, K] each -> [R, 2 K]: both normed, side by side."""
+        ...
+
+    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The best token of each row, [R] int64, and its probability, [R] float32; of equals the lowest place.
+
+        logits: [R, n] float32; divisor: [R] float32 temperature; ids: [n] int64 target id of each place, -1 where the
+        target has no such token, which is then never taken.
+        """
+        ...
+
+    def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
+        """Keep the rows whose token stands and whose next token is known. lengths: [S] int64 committed tokens.
+
+        What lies before the first window of a slot that was never seen counts as run.
+        """
+        ...
+
+    def take_rows(self, kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
+        """The oldest rows that wait, of slots with a depth; `kept` counts them as run.
+
+        What goes beyond num_rows in all is cut from the longest, so that a slot far behind does not hold the others up.
+        Rows older than what is kept are lost: `valid_from` moves behind them.
+        """
+        ...
+
+    def keep_newest(
+        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+    ) -> Rounds:
+        """Keep what came of each slot's newest row, and lay the rounds out. hidden: [R, D]."""
         ...
 
 

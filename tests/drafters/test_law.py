@@ -13,11 +13,13 @@ from localspec.api.types import Sampling
 from localspec.core.state import SequenceState
 from localspec.drafters._drawing import Drawer, DrawnRows
 from localspec.sampling.accept import accept
+from tests.helpers.models import reference_ops
 from tests.sampling.tables import LogitFunction, draft_of, hashed_logits, sequence_state, verify_rows
 from tests.sampling.test_accept import law_of
 
 pytestmark = pytest.mark.torch
 VOCAB, COUNT, DRAFTS = 6, 1500, 2
+OPS = reference_ops()
 TRIMMED = Drawer(torch.tensor([4, 0, 3]))
 """A head of three rows; the other tokens are never drafted."""
 FOREIGN = Drawer(torch.tensor([5, -1, 2, 0, -1]), has_holes=True)
@@ -45,7 +47,7 @@ class Guesser:
         texts = [row[:length] for row, length in zip(state.history.tolist(), state.lengths.tolist(), strict=True)]
         for column in range(DRAFTS):
             rows = torch.stack([self._row(tuple(text)) for text in texts])
-            drawn = self._drawer.draw(rows, DrawnRows(state, state.lengths + column, sampled=True))
+            drawn, _ = self._drawer.draw(OPS, rows, DrawnRows(state, state.lengths + column, sampled=True))
             texts = [[*text, token] for text, token in zip(texts, drawn.tolist(), strict=True)]
         return [text[-DRAFTS:] for text in texts]
 

@@ -68,6 +68,14 @@ _ROPE_TYPES = {
 
 _COUNTED = ("slots", "offsets", "drafts", "history", "lengths", "tokens", "positions", "drawn", "origins", "starts")
 _COUNTED += ("counts", "remaining", "stops", "pending", "emitted", "taken", "accepted", "finish")
+_TAKEN = ("slots", "positions", "begin", "end", "tokens", "places", "depths", "lengths", "history", "done", "valid")
+_DRAFTED = {f"{name}_ptr": INT64 for name in _TAKEN}
+_ROUNDS = ("kept_position", "out_positions", "out_slots", "out_end")
+_KEPT = {f"{name}_ptr": INT64 for name in _ROUNDS} | {"ready_ptr": BYTES, "hidden_ptr": BF16, "kept_ptr": BF16}
+_STORED = _DRAFTED | {"starts_ptr": INT64, "counts_ptr": INT64, "sources_ptr": BF16, "kept_ptr": BF16}
+_BEST = {"ids_ptr": INT64, "tokens_ptr": INT64, "partial_place_ptr": INT32, "tickets_ptr": INT32}
+_JOINED = {f"{name}_ptr": BF16 for name in ("first", "second", "first_weight", "second_weight", "out")}
+_PLUS_ONES = {"FIRST_PLUS_ONE": True, "SECOND_PLUS_ONE": True}
 _COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
 
 CASES = (
@@ -177,6 +185,11 @@ CASES = (
         {"ids_ptr": INT64, "table_ptr": BF16, "out_ptr": BF16},
         {"BLOCK_WIDTH": 1024},
     ),
+    Case("drafting", "joined_norms_kernel", _JOINED, {**_PLUS_ONES, "BLOCK_WIDTH": 8192}, 16),
+    Case("drafting", "best_tokens_kernel", _BEST, {"DIVIDED": True, "MAPPED": True, "CHUNK": 4096, "PARTS": 64}, 8),
+    Case("drafting", "store_rows_kernel", _STORED, {"SLOTS": 4, "BLOCK": 1024}),
+    Case("drafting", "take_rows_kernel", _DRAFTED, {"ROWS": 16, "SLOTS": 4}, 1),
+    Case("drafting", "keep_newest_kernel", _DRAFTED | _KEPT, {"ROWS": 16, "SLOTS": 4, "ROUNDS": 8, "BLOCK": 1024}),
     Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
     Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
     Case(
@@ -208,7 +221,7 @@ def compile_case(index: int, target: int) -> tuple[int, int]:
     for name in kernel.arg_names:
         if name in constants:
             continue
-        default = FP32 if name.endswith("_ptr") else "fp32" if name in ("eps", "scale_log2") else "i32"
+        default = FP32 if name.endswith("_ptr") else "fp32" if name.endswith(("eps", "scale_log2")) else "i32"
         signature[name] = case.types.get(name, default)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     found = resources(compile_for(kernel, target, signature, constants, options))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localspec.kernels import reference_gdn, reference_settle
+from localspec.kernels import reference_drafting, reference_gdn, reference_settle
+from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.elementwise import sigmoid, silu
 from localspec.kernels.ops import (
     PAGE_TOKENS,
@@ -203,6 +204,28 @@ class ReferenceOps:
     def settle(self, window: Window, slots: SlotCounters) -> Settled:
         """See `Ops.settle`."""
         return reference_settle.settle(window, slots)
+
+    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
+        """See `Ops.joined_norms`."""
+        return torch.cat([self.rms_norm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
+
+    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Ops.best_tokens`."""
+        return reference_drafting.best_tokens(logits, divisor, ids)
+
+    def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
+        """See `Ops.store_rows`."""
+        reference_drafting.store_rows(kept, seen, lengths)
+
+    def take_rows(self, kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
+        """See `Ops.take_rows`."""
+        return reference_drafting.take_rows(kept, texts, num_rows)
+
+    def keep_newest(
+        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+    ) -> Rounds:
+        """See `Ops.keep_newest`."""
+        return reference_drafting.keep_newest(taken, hidden, newest, texts, num_rounds)
 
 
 def _page_runs(slots: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, int]]:

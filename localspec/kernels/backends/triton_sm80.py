@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localspec.kernels.compat import version_problem
+from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
@@ -32,7 +33,7 @@ from localspec.kernels.ops import (
 )
 from localspec.kernels.packed_forms import PackedForm, WeightStore
 from localspec.kernels.triton import attention as decode
-from localspec.kernels.triton import elementwise, gdn, gdn_fold, gdn_prefill, norm_rope, settle
+from localspec.kernels.triton import drafting, elementwise, gdn, gdn_fold, gdn_prefill, norm_rope, settle
 from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.fp8_linear import fp8_linear
@@ -228,6 +229,28 @@ class TritonOps:
     def settle(self, window: Window, slots: SlotCounters) -> Settled:
         """See `Ops.settle`."""
         return settle.settle(window, slots)
+
+    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
+        """See `Ops.joined_norms`."""
+        return drafting.joined_norms(parts, norms)
+
+    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Ops.best_tokens`: one launch."""
+        return drafting.best_tokens(logits, divisor, ids, self._tickets)
+
+    def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
+        """See `Ops.store_rows`: one launch."""
+        drafting.store_rows(kept, seen, lengths)
+
+    def take_rows(self, kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
+        """See `Ops.take_rows`: two launches."""
+        return drafting.take_rows(kept, texts, num_rows)
+
+    def keep_newest(
+        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+    ) -> Rounds:
+        """See `Ops.keep_newest`: one launch."""
+        return drafting.keep_newest(taken, hidden, newest, texts, num_rounds)
 
     def _operand(self, x: Tensor, norm: Norm | None) -> Tensor:
         rows = x if norm is None else elementwise.rms_norm(x, norm)

@@ -1,0 +1,76 @@
+"""The small things between a drafter's matmuls, in plain PyTorch: specifies `Ops.best_tokens`, `store_rows`,
+`take_rows`, `keep_newest`. Knows no networks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+
+
+def best_tokens(logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `Ops.best_tokens`."""
+    if ids is not None:
+        logits = logits.masked_fill(ids < 0, -torch.inf)
+    if divisor is not None:
+        logits = logits / divisor[:, None]
+    first = logits.argmax(dim=1)
+    certainty = (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp()
+    return first if ids is None else ids[first].clamp(min=0), certainty
+
+
+def store_rows(kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
+    """See `Ops.store_rows`."""
+    num_slots = lengths.shape[0]
+    committed = (seen.slots >= 0) & (seen.positions + 1 < lengths[seen.slots.clamp(min=0)])
+    place = torch.where(committed, seen.slots, num_slots)
+    kept.sources[place, seen.positions % kept.sources.shape[1]] = seen.sources.to(kept.sources.dtype)
+    done = kept.done[:num_slots]
+    first = seen.positions[seen.window_starts.clamp(max=seen.positions.shape[0] - 1)]
+    done.copy_(torch.where((done < 0) & (seen.window_rows > 0), first, done))
+
+
+def take_rows(kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
+    """See `Ops.take_rows`."""
+    num_slots, num_kept = kept.valid_from.shape[0], kept.sources.shape[1]
+    done, ends = kept.done[:num_slots], texts.lengths - 1
+    begin = torch.maximum(done, ends - num_kept)
+    kept.valid_from.copy_(torch.where((done >= 0) & (begin > done), begin, kept.valid_from))
+    asked = (texts.depths > 0) & (done >= 0)
+    wanted = torch.where(asked, (ends - begin).clamp(min=0), 0)
+    cap = torch.arange(1, num_rows + 1, device=wanted.device)
+    fits = torch.minimum(wanted, cap[:, None]).sum(dim=1) <= num_rows
+    counts = torch.minimum(wanted, fits.sum())
+    last = counts.cumsum(dim=0)
+    row = torch.arange(num_rows, device=wanted.device)
+    slot = (row[:, None] >= last).sum(dim=1)
+    inside = slot < num_slots
+    slot = torch.where(inside, slot, 0)
+    offset = torch.where(inside, row - (last - counts)[slot], 0)
+    positions = (begin[slot] + offset).clamp(min=0)
+    done.copy_(torch.where(counts > 0, begin + counts, done))
+    return TakenRows(
+        slots=torch.where(inside, slot, -1),
+        positions=positions,
+        key_begin=kept.valid_from[slot],
+        key_end=positions + 1,
+        token_ids=texts.history[slot, (positions + 1).clamp(max=texts.history.shape[1] - 1)],
+        sources=kept.sources[slot, positions % num_kept],
+    )
+
+
+def keep_newest(taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int) -> Rounds:
+    """See `Ops.keep_newest`."""
+    num_slots = texts.lengths.shape[0]
+    at_end = (taken.slots >= 0) & (taken.positions == texts.lengths[taken.slots.clamp(min=0)] - 2)
+    place = torch.where(at_end, taken.slots, num_slots)
+    newest.hidden[place] = hidden.to(newest.hidden.dtype)
+    newest.position[place] = taken.positions
+    ready = (newest.position[:num_slots] == texts.lengths - 2) & (texts.lengths >= 2)
+    column = torch.arange(num_rounds, device=ready.device)[:, None]
+    positions = (texts.lengths - 2).clamp(min=0) + column
+    runs = ready & (texts.depths > column)
+    slots = torch.where(runs, torch.arange(num_slots, device=ready.device), -1)
+    return Rounds(ready, positions, slots, positions + 1)

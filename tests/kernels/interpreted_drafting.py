@@ -1,0 +1,111 @@
+"""Numerics of the kernels between a drafter's matmuls, in the interpreter. Run by test_interpreter.py on its own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import tests.helpers.interpreter  # noqa: F401  must come before the kernels
+
+import pytest  # isort: skip
+import torch  # isort: skip
+from torch import Tensor  # isort: skip
+
+from localspec.kernels import reference_drafting  # isort: skip
+from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
+from localspec.kernels.draft_rows import KeptRows, NewestRows, SeenRows, SlotTexts  # isort: skip
+from localspec.kernels.ops import Norm  # isort: skip
+from localspec.kernels.triton import drafting  # isort: skip
+
+REFERENCE = ReferenceOps(torch.device("cpu"))
+KEPT, SLOTS, WIDTH = 8, 4, 6
+torch.set_num_threads(1)
+
+
+def _equal(found: object, wanted: object) -> None:
+    for field in fields(found):  # type: ignore[arg-type]
+        assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name
+
+
+def _copy(part: KeptRows | NewestRows) -> dict[str, Tensor]:
+    return {field.name: getattr(part, field.name).clone() for field in fields(part)}
+
+
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
+    """Random sequences, pauses beyond what is kept, slots that were never seen or are not asked; whole numbers."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    seen_ready = seen_lost = 0
+    for round_ in range(40):
+        lengths = draw(0, 30, SLOTS)
+        done = torch.cat([(lengths - draw(0, 14, SLOTS)).clamp(min=-1), torch.tensor([-1])])
+        kept = KeptRows(torch.randn(SLOTS + 1, KEPT, WIDTH, generator=generator), done, draw(0, 3, SLOTS))
+        texts = SlotTexts(draw(0, 99, SLOTS, 31), lengths, draw(-1, 4, SLOTS).clamp(min=0))
+        other = KeptRows(**_copy(kept))
+        found, wanted = drafting.take_rows(kept, texts, num_rows), reference_drafting.take_rows(other, texts, num_rows)
+        _equal(found, wanted)
+        _equal(kept, other)
+        seen_lost += int((kept.valid_from > 2).any())
+        hidden = torch.randn(num_rows, WIDTH, generator=generator)
+        newest = NewestRows(torch.randn(SLOTS + 1, WIDTH, generator=generator), draw(-1, 30, SLOTS + 1))
+        if round_ % 2:
+            newest.position[:SLOTS] = torch.where(draw(0, 2, SLOTS) > 0, lengths - 2, newest.position[:SLOTS])
+        same = NewestRows(**_copy(newest))
+        rounds = drafting.keep_newest(found, hidden, newest, texts, 1 + round_ % 5)
+        _equal(rounds, reference_drafting.keep_newest(wanted, hidden, same, texts, 1 + round_ % 5))
+        assert torch.equal(newest.hidden[:SLOTS], same.hidden[:SLOTS])
+        assert torch.equal(newest.position[:SLOTS], same.position[:SLOTS])
+        seen_ready += int(rounds.ready.any())
+    assert seen_ready > 5 and seen_lost > 5
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+def test_seen_rows_are_kept(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    stored = 0
+    for _ in range(20):
+        lengths = torch.randint(0, 20, (SLOTS,), generator=generator)
+        counts = torch.randint(0, 2, (SLOTS,), generator=generator) * (num_rows // 3)
+        starts = counts.cumsum(0) - counts
+        own = torch.repeat_interleave(torch.arange(SLOTS), counts)[:num_rows]
+        slots = torch.nn.functional.pad(own, (0, num_rows - len(own)), value=-1)
+        positions = torch.randint(0, 20, (num_rows,), generator=generator)
+        # Two rows of one place would race; a window has none.
+        positions = torch.where(slots >= 0, positions[:1] // 2 + torch.arange(num_rows) % KEPT, positions)
+        sources = torch.randn(num_rows, WIDTH + 1, generator=generator)[:, :WIDTH]
+        done = torch.randint(-1, 2, (SLOTS + 1,), generator=generator)
+        kept = KeptRows(torch.zeros(SLOTS + 1, KEPT, WIDTH), done, torch.zeros(SLOTS, dtype=torch.int64))
+        other = KeptRows(**_copy(kept))
+        seen = SeenRows(slots, positions, starts, counts, sources)
+        drafting.store_rows(kept, seen, lengths)
+        reference_drafting.store_rows(other, seen, lengths)
+        assert torch.equal(kept.sources[:SLOTS], other.sources[:SLOTS]) and torch.equal(kept.done, other.done)
+        stored += int(kept.sources.any())
+    assert stored > 3 or num_rows < 3
+
+
+@pytest.mark.parametrize("size", [1, 5, 4096, 9001])
+def test_best_tokens(size: int) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(3, size + 2)[:, :size] * 4
+    logits[1, size // 2] = logits[1].max()
+    tickets = torch.zeros(8, dtype=torch.int32)
+    ids = torch.randperm(2 * size)[:size]
+    ids[torch.rand(size) < 0.3] = -1
+    ids[0] = 3
+    for divisor in (None, torch.tensor([0.5, 1.0, 2.5])):
+        for mapped in (None, ids):
+            found = drafting.best_tokens(logits, divisor, mapped, tickets)
+            wanted = reference_drafting.best_tokens(logits, divisor, mapped)
+            assert torch.equal(found[0], wanted[0]) and not tickets.any()
+            torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-7)
+
+
+def test_joined_norms() -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(5, 40), torch.randn(5, 50)[:, :40]
+    norms = Norm(torch.randn(40), 1e-6, plus_one=True), Norm(torch.randn(40), 1e-5)
+    torch.testing.assert_close(drafting.joined_norms(parts, norms), REFERENCE.joined_norms(parts, norms))
