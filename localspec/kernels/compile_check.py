@@ -33,7 +33,10 @@ TARGETS = tuple(SHARED_BYTES_PER_MULTIPROCESSOR)
 
 @dataclass(frozen=True)
 class Variant:
-    """What one launch fixes at compile time. rows: 8 or 16; norm: fused, for K up to 8192."""
+    """What one launch fixes at compile time. rows: 8 or 16; norm: fused, for K up to 8192.
+
+    prepared, following: x comes, or the result goes, as `Prepared`.
+    """
 
     format: str = "nvfp4"
     rows: int = 8
@@ -42,6 +45,8 @@ class Variant:
     bias: bool = False
     group_scale: bool = False
     tile_rows: int = TILE_ROWS
+    prepared: bool = False
+    following: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,10 @@ def compile_variant(variant: Variant, capability: int) -> Any:
     modern = capability >= 90
     tiling = tiling_for(variant.tile_rows, nvfp4, SHARED_BYTES_PER_MULTIPROCESSOR[capability], modern)
     signature = {name: "*fp32" for name in ("scale_ptr", "group_scale_ptr", "bias_ptr", "partial_ptr")}
-    signature |= {name: "*bf16" for name in ("x_ptr", "out_ptr", "residual_ptr", "norm_ptr", "normed_ptr")}
+    signature |= {name: "*fp32" for name in ("squares_ptr", "squares_out_ptr", "following_ptr")}
+    signature |= {
+        name: "*bf16" for name in ("x_ptr", "out_ptr", "residual_ptr", "norm_ptr", "normed_ptr", "weighted_ptr")
+    }
     signature |= {"w_ptr": "*u8", "ready_ptr": "*i32", "ticket_ptr": "*i32", "eps": "fp32"}
     signature |= {name: "i32" for name in ("M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride")}
     signature["residual_stride"] = "i32"
@@ -84,6 +92,8 @@ def compile_variant(variant: Variant, capability: int) -> Any:
         "HAS_BIAS": variant.bias,
         "NORM_BLOCK": 8192 if variant.norm else 0,
         "PLUS_ONE": True,
+        "SQUARES": 64 if variant.prepared else 0,
+        "FOLLOWING": 2 if variant.following else 0,
         "PDL": tiling.dependent_launch,
         "ASM_EVEN": nvfp4_decode_asm(False, modern) if nvfp4 else fp8_decode_asm(modern),
         "ASM_ODD": nvfp4_decode_asm(True, modern) if nvfp4 else fp8_decode_asm(modern),

@@ -88,9 +88,11 @@ class Ops(Protocol):
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        then: Norm | None = None,
     ) -> Tensor:
         """x [R, K] -> [R, N]: optional norm of x first; `silu_mul`: silu(gate) * up, [R, N/2];
-        `residual`: + residual [R, N].
+        `residual`: + residual [R, N]. `then`: the norm of the `linear` that reads this very result next, which a back
+        end may prepare; the result is the same with and without.
 
         Accumulates in float32 and rounds once to `out_dtype` (default: activation dtype).
         """

@@ -80,7 +80,7 @@ class Attention:
         weight = load_vector(ops, checkpoint, name, (self.shape.head_dim,))
         return Norm(weight, self.shape.norm_eps, self.shape.norm_plus_one)
 
-    def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
+    def forward(self, ops: Ops, x: Tensor, step: LayerStep, then: Norm | None = None) -> Tensor:
         """x [R, D] -> x + attention [R, D]; writes the rows' keys and values first."""
         q, gate, k, v = self._heads(self.qkv(ops, x, self.input_norm))
         pages = (step.cache.planes[self.planes[0].name], step.cache.planes[self.planes[1].name])
@@ -88,7 +88,9 @@ class Attention:
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         q = ops.norm_rope_store(q, k, v, norms, self.inv_freq, pages, paging, step.rows.positions)
         mixed = ops.attention(q, *pages, paging, step.key_begin, step.key_end, self.score_scale, gate)
-        return ops.linear(mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias)
+        return ops.linear(
+            mixed.flatten(1), self.output, epilogue="residual", residual=x, bias=self.output_bias, then=then
+        )
 
     def _heads(self, joined: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """joined [R, N] -> q [R, H, D], gate as q or None, k and v [R, Hkv, D], as they were projected."""

@@ -6,7 +6,7 @@ Knows no config; a model file builds the layers and hands them over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,19 @@ def load_vocabulary(
     return Vocabulary(table, ops.pack([head]), num_token_ids)
 
 
+@dataclass
+class ForwardPass:
+    """A pass under way. x: [R, D] after the first `num_done` layers, padding rows of the back end included;
+    num_rows: those that were asked for; outputs: of the layers in `needs`, by number."""
+
+    step: LayerStep
+    needs: HiddenNeeds
+    num_rows: int
+    x: Tensor
+    num_done: int = 0
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+
 class Decoder:
     """Meets `models.Model`."""
 
@@ -85,20 +98,35 @@ class Decoder:
 
     def forward(self, rows: Rows, cache: Cache, needs: HiddenNeeds) -> Forward:
         """See `models.Model.forward`. Raises ValueError for a layer output that does not exist."""
+        forward = self.advance(self.begin(rows, cache, needs), self.num_layers)
+        assert forward is not None
+        return forward
+
+    def begin(self, rows: Rows, cache: Cache, needs: HiddenNeeds) -> ForwardPass:
+        """See `models.Model.begin`. Raises ValueError for a layer output that does not exist."""
         if needs.layer_outputs and not 0 <= min(needs.layer_outputs) <= max(needs.layer_outputs) < self.num_layers:
             raise ValueError(f"layer outputs {needs.layer_outputs} were asked for; there are {self.num_layers} layers")
         num_rows = len(rows.token_ids)
         if self.ops.waits:
             # Padded once here, such a back end need not pad every product of the pass.
             rows = _pad_rows(rows, self.ops.prefill_row_multiple)
-        step = LayerStep.of(rows, cache)
-        x = self.embed(rows.token_ids)
-        outputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            x = layer.mlp.forward(self.ops, layer.mixer.forward(self.ops, x, step))
-            if index in needs.layer_outputs:
-                outputs[index] = x[:num_rows]
-        return Forward(self.ops.rms_norm(x[:num_rows], self.final_norm), outputs)
+        return ForwardPass(LayerStep.of(rows, cache), needs, num_rows, self.embed(rows.token_ids))
+
+    def advance(self, under_way: ForwardPass, num_layers: int) -> Forward | None:
+        """See `models.Model.advance`."""
+        num_rows, end = under_way.num_rows, min(under_way.num_done + num_layers, self.num_layers)
+        x = under_way.x
+        for index in range(under_way.num_done, end):
+            layer = self.layers[index]
+            then = self.layers[index + 1].mixer.input_norm if index + 1 < self.num_layers else None
+            mixed = layer.mixer.forward(self.ops, x, under_way.step, layer.mlp.input_norm)
+            x = layer.mlp.forward(self.ops, mixed, then)
+            if index in under_way.needs.layer_outputs:
+                under_way.outputs[index] = x[:num_rows]
+        under_way.x, under_way.num_done = x, end
+        if end < self.num_layers:
+            return None
+        return Forward(self.ops.rms_norm(x[:num_rows], self.final_norm), under_way.outputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> [R, V] float32; padding ids are -inf."""

@@ -76,7 +76,7 @@ class DeltaNet:
         self.states = _states(self.name, shape, str(ops.activation_dtype).removeprefix("torch."))
         self.read_bytes = self.inputs.read_bytes + self.output.read_bytes
 
-    def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
+    def forward(self, ops: Ops, x: Tensor, step: LayerStep, then: Norm | None = None) -> Tensor:
         """x [R, D] -> x + mixed [R, D]; a verify window is recorded, a prefill chunk is committed."""
         joined, sizes = self.inputs(ops, x, self.input_norm), self.inputs.sizes
         gate_width = self.gate_parts * sizes[2]
@@ -85,7 +85,7 @@ class DeltaNet:
         rows = step.rows
         inputs = GdnInputs(qkv, z, a, b, rows.kind, rows.slots, rows.window_starts, rows.window_rows, rows.pending_rows)
         mixed = ops.gdn(inputs, self.weights, self._state(step.cache))
-        return ops.linear(mixed, self.output, epilogue="residual", residual=x)
+        return ops.linear(mixed, self.output, epilogue="residual", residual=x, then=then)
 
     def fold(self, ops: Ops, cache: Cache, pending_rows: Tensor) -> None:
         """Commit the pending rows of every slot. pending_rows: [S] int64."""

@@ -28,11 +28,11 @@ class GatedMlp:
         self.down = ops.pack([weight("down_proj", (hidden, inner))])
         self.read_bytes = sum(each.read_bytes for each in self.gate_up) + self.down.read_bytes
 
-    def forward(self, ops: Ops, x: Tensor) -> Tensor:
-        """Residual stream x [R, D] -> x + mlp(norm(x)) [R, D]."""
+    def forward(self, ops: Ops, x: Tensor, then: Norm | None = None) -> Tensor:
+        """Residual stream x [R, D] -> x + mlp(norm(x)) [R, D]. `then`: the norm that the result meets next."""
         if len(self.gate_up) == 1:
             inner = ops.linear(x, self.gate_up[0], norm=self.input_norm, epilogue="silu_mul")
         else:
             gate, up = (ops.linear(x, weight, norm=self.input_norm) for weight in self.gate_up)
             inner = ops.silu_mul(gate, up)
-        return ops.linear(inner, self.down, epilogue="residual", residual=x)
+        return ops.linear(inner, self.down, epilogue="residual", residual=x, then=then)

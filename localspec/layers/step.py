@@ -11,7 +11,7 @@ from torch import Tensor
 from localspec.core.cache_spec import PlaneSpec, StateSpec
 from localspec.core.records import Rows
 from localspec.core.state import Cache
-from localspec.kernels.ops import Ops, Paging
+from localspec.kernels.ops import Norm, Ops, Paging
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Mixer(Protocol):
     planes: tuple[PlaneSpec, ...]
     states: tuple[StateSpec, ...]
     read_bytes: int
+    input_norm: Norm
 
-    def forward(self, ops: Ops, x: Tensor, step: LayerStep) -> Tensor:
-        """Residual stream x [R, D] -> x + mixed [R, D]."""
+    def forward(self, ops: Ops, x: Tensor, step: LayerStep, then: Norm | None = None) -> Tensor:
+        """Residual stream x [R, D] -> x + mixed [R, D]. `then`: the norm that the result meets next."""
         ...
 
     def fold(self, ops: Ops, cache: Cache, pending_rows: Tensor) -> None:

@@ -16,7 +16,7 @@ from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8, random_pa
 from localspec.kernels.nvfp4_pack import PackedNvfp4, pack_small_m, quantise_nvfp4, random_packed
 from localspec.kernels.ops import Epilogue, Norm
 from localspec.kernels.packed_reference import packed_linear, packed_weight
-from localspec.kernels.triton.stream_launch import Fusion, StreamWorkspace, stream_linear
+from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
 from localspec.kernels.triton.unpack_weights import unpack_bfloat16
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +91,38 @@ def test_exact_and_row_invariant(name: str) -> None:
         for rows in (everything[:count], torch.randperm(16, device=DEVICE)[:count]):
             assert torch.equal(run(rows), full[rows]), f"{count} rows"
     assert not workspace.tickets.any() and not workspace.ready.any()
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "fp8"])
+def test_prepared_rows_are_those_of_a_norm(form: str) -> None:
+    """One kernel leaves its result ready for a norm, the next one norms its sums: near the plain way, rows alone."""
+    torch.manual_seed(1)
+    make = _nvfp4 if form == "nvfp4" else lambda rows, columns: random_packed_fp8(rows, columns, DEVICE, 5)
+    first, second, workspace = make(5120, 6144), make(1000, 5120), _workspace()
+    norm = Norm(torch.randn(5120, device=DEVICE), 1e-6, True)
+    x = torch.randn(16, 6144, device=DEVICE).bfloat16()
+    residual = torch.randn(16, 5120, device=DEVICE).bfloat16()
+
+    def run(rows: Tensor) -> tuple[Tensor, Tensor]:
+        following = Prepared.empty(norm, len(rows), 5120, DEVICE)
+        for part in (following.weighted, following.squares, workspace.partials):
+            part.fill_(float("nan"))
+        stream = torch.full((len(rows), 5120), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        fusion = Fusion(epilogue="residual", residual=residual[rows], following=following)
+        stream_linear(x[rows], first, fusion, workspace, stream)
+        out = torch.full((len(rows), 1000), float("nan"), device=DEVICE)
+        return stream, stream_linear(stream, second, Fusion(prepared=following), workspace, out)
+
+    everything = torch.arange(16, device=DEVICE)
+    stream, full = run(everything)
+    plain = stream_linear(x, first, Fusion(epilogue="residual", residual=residual), workspace, torch.empty_like(stream))
+    assert torch.equal(stream, plain)
+    wanted = packed_linear(stream, second, norm)
+    assert float((full - wanted).norm() / wanted.norm()) < 4e-3  # both round their operand to bf16, at another place
+    for count in range(1, 17):
+        for rows in (everything[:count], torch.randperm(16, device=DEVICE)[:count]):
+            assert torch.equal(run(rows)[1], full[rows]), f"{count} rows"
+    assert not workspace.tickets.any()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 16])

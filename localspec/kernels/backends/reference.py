@@ -96,6 +96,7 @@ class ReferenceOps:
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        then: Norm | None = None,
     ) -> Tensor:
         """See `Ops.linear`. Raises ValueError where epilogue, weight and residual do not fit each other."""
         if not isinstance(weight, ReferenceWeight):

@@ -36,9 +36,7 @@ from localspec.kernels.triton import attention as decode
 from localspec.kernels.triton import drafting, elementwise, gdn, gdn_fold, gdn_prefill, norm_rope, settle
 from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
-from localspec.kernels.triton.fp8_linear import fp8_linear
-from localspec.kernels.triton.nvfp4_linear import nvfp4_linear
-from localspec.kernels.triton.stream_launch import StreamWorkspace
+from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
 from localspec.kernels.triton.tilings import tile_rows_for
 from localspec.kernels.triton.unpack_weights import unpack_bfloat16
 from localspec.kernels.weights import LogicalWeight
@@ -76,6 +74,7 @@ class TritonOps:
     activation_dtype = torch.bfloat16
     waits = False
     prefill_row_multiple = PREFILL_ROW_MULTIPLE
+    prepares_norms = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,6 +82,8 @@ class TritonOps:
         self.store: WeightStore | None = None
         """Where weights lie packed already, while a model is loaded from there."""
         self._workspace: StreamWorkspace | None = None
+        self._following: tuple[Tensor, Prepared] | None = None
+        """The last result that was prepared for a norm."""
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
@@ -116,8 +117,10 @@ class TritonOps:
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        then: Norm | None = None,
     ) -> Tensor:
-        """See `Ops.linear`. A normed x is rounded to bf16, as the matmul's operand.
+        """See `Ops.linear`. A normed x is rounded to bf16, as the matmul's operand; one that was prepared before it is
+        divided by its rms.
 
         Above 16 rows the two halves of `silu_mul` are rounded to bf16 before they are multiplied.
         """
@@ -135,10 +138,15 @@ class TritonOps:
             return dense_linear(rows, weight, residual, bias, out)
         if x.dtype != torch.bfloat16 and norm is None:
             x = x.to(torch.bfloat16)
-        workspace = self._grow_workspace(weight)
-        if isinstance(weight, PackedNvfp4):
-            return nvfp4_linear(x, weight, workspace, norm, epilogue, residual, bias, out)
-        return fp8_linear(x, weight, workspace, norm, epilogue, residual, bias, out)
+        prepared = self._prepared_for(x, norm)
+        following = None
+        if self.prepares_norms and then is not None and residual is not None and dtype == torch.bfloat16:
+            following = Prepared.empty(then, x.shape[0], width, self.device)
+        fusion = Fusion(norm if prepared is None else None, epilogue, residual, bias, prepared, following)
+        stream_linear(x, weight, fusion, self._grow_workspace(weight), out)
+        if following is not None:
+            self._following = out, following
+        return out
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Ops.embed`. Raises ValueError for a table in host memory that is not pinned."""
@@ -251,6 +259,13 @@ class TritonOps:
     ) -> Rounds:
         """See `Ops.keep_newest`: one launch."""
         return drafting.keep_newest(taken, hidden, newest, texts, num_rounds)
+
+    def _prepared_for(self, x: Tensor, norm: Norm | None) -> Prepared | None:
+        """What the kernel that made x left for this norm, if it was the last one that left anything."""
+        if norm is None or self._following is None:
+            return None
+        rows, prepared = self._following
+        return prepared if rows is x and prepared.norm is norm else None
 
     def _operand(self, x: Tensor, norm: Norm | None) -> Tensor:
         rows = x if norm is None else elementwise.rms_norm(x, norm)

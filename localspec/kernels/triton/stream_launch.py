@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from localspec.kernels.fp8_pack import PackedFp8
@@ -60,13 +61,37 @@ class StreamWorkspace:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Rows made ready for a norm by the kernel that made them; 1 / rms is left to the matmul that norms them.
+
+    weighted: [R, K] bfloat16, the rows times the norm's weight; squares: [tiles of K, 16] float32, sums of squares of
+    the rows themselves.
+    """
+
+    norm: Norm
+    weighted: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def empty(norm: Norm, rows: int, columns: int, device: torch.device) -> Prepared:
+        """To be filled by `stream_linear`."""
+        weighted = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return Prepared(norm, weighted, torch.empty(-(-columns // TILE_ROWS), MAX_ROWS, device=device))
+
+
+@dataclass(frozen=True)
 class Fusion:
-    """What surrounds the matmul: see `Ops.linear` for the meaning of each field."""
+    """What surrounds the matmul: see `Ops.linear` for the meaning of each field.
+
+    prepared: x for its norm, instead of `norm`; following: filled with the result for the norm that it meets next.
+    """
 
     norm: Norm | None = None
     epilogue: Epilogue = "none"
     residual: Tensor | None = None
     bias: Tensor | None = None
+    prepared: Prepared | None = None
+    following: Prepared | None = None
 
 
 def stream_linear(
@@ -81,7 +106,9 @@ def stream_linear(
 
     Raises ValueError for shapes, strides or dtypes that the kernel does not read.
     """
-    norm = fusion.norm
+    norm, prepared, following = fusion.norm, fusion.prepared, fusion.following
+    if prepared is not None:
+        x, norm = prepared.weighted, None
     nvfp4 = isinstance(packed, PackedNvfp4)
     group_scale = None if isinstance(packed, PackedNvfp4) else packed.group_scale
     # A long row, or block scales beside 16 rows of sums, would spill: there the norm is a launch of its own.
@@ -95,16 +122,21 @@ def stream_linear(
     _check_workspace(packed, workspace, blocks * packed.tile_rows * row_slots)
     residual = out if fusion.residual is None else fusion.residual
     unread = packed.row_scale
+    used_norm = norm if prepared is None else prepared.norm
     weight_stream_kernel[(blocks,)](
         packed.data, packed.row_scale, unread if group_scale is None else group_scale,
         unread if fusion.bias is None else fusion.bias, x, out, residual, unread if norm is None else norm.weight,
+        unread if prepared is None else prepared.squares, unread if following is None else following.norm.weight,
+        out if following is None else following.weighted, unread if following is None else following.squares,
         workspace.normed, workspace.ready, workspace.partials, workspace.tickets,
         x.shape[0], x.shape[1] // 8, out.shape[1], packed.tiles, packed.pairs,
-        x.stride(0) // 8, out.stride(0), residual.stride(0), 0.0 if norm is None else norm.eps,
+        x.stride(0) // 8, out.stride(0), residual.stride(0), 0.0 if used_norm is None else used_norm.eps,
         BN=packed.tile_rows, MP=row_slots, DEPTH=tiling.depth, NW=tiling.warps, NVFP4=nvfp4,
         BLOCK_SCALE=group_scale is not None, EPILOGUE=fusion.epilogue, HAS_BIAS=fusion.bias is not None,
         NORM_BLOCK=0 if norm is None else 1 << (x.shape[1] - 1).bit_length(),
-        PLUS_ONE=norm is not None and norm.plus_one, PDL=tiling.dependent_launch,
+        PLUS_ONE=norm is not None and norm.plus_one,
+        SQUARES=0 if prepared is None else max(32, triton.next_power_of_2(prepared.squares.shape[0])),
+        FOLLOWING=0 if following is None else 1 + following.norm.plus_one, PDL=tiling.dependent_launch,
         ASM_EVEN=nvfp4_decode_asm(False, modern) if nvfp4 else fp8_decode_asm(modern),
         ASM_ODD=nvfp4_decode_asm(True, modern) if nvfp4 else fp8_decode_asm(modern),
         CONSTRAINTS=NVFP4_CONSTRAINTS if nvfp4 else FP8_CONSTRAINTS,
@@ -133,6 +165,12 @@ def _check(x: Tensor, packed: PackedNvfp4 | PackedFp8, norm: Norm | None, fusion
     expected = (rows, n // 2 if gated else n)
     if tuple(out.shape) != expected or out.stride(1) != 1:
         raise ValueError(f"out must be {expected} with contiguous rows, got {tuple(out.shape)}")
+    prepared, following = fusion.prepared, fusion.following
+    if following is not None and (fusion.epilogue != "residual" or packed.tile_rows != TILE_ROWS):
+        raise ValueError(f"only a residual and a weight in tiles of {TILE_ROWS} rows prepare what follows")
+    for each, size in ((prepared, (rows, k)), (following, expected)):
+        if each is not None and (tuple(each.weighted.shape) != size or len(each.squares) != -(-size[1] // TILE_ROWS)):
+            raise ValueError(f"prepared rows must be {size}, got {tuple(each.weighted.shape)}")
     if (fusion.residual is not None) != (fusion.epilogue == "residual"):
         raise ValueError("a residual goes with the epilogue 'residual' and only with it")
     if fusion.residual is not None and (tuple(fusion.residual.shape) != expected or fusion.residual.stride(1) != 1):

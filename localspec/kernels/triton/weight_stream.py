@@ -27,7 +27,7 @@ from localspec.kernels.compat import (
     gluon,
 )
 from localspec.kernels.triton.weight_decode import multiply_chunk
-from localspec.kernels.triton.weight_sums import close_tile, forget_rows, normalise
+from localspec.kernels.triton.weight_sums import close_tile, forget_rows, normalise, row_factors
 
 
 @gluon.jit
@@ -161,18 +161,20 @@ def _stream_tile(
 
 @gluon.jit(do_not_specialize=["M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride", "residual_stride"])
 def weight_stream_kernel(
-    w_ptr, scale_ptr, group_scale_ptr, bias_ptr, x_ptr, out_ptr, residual_ptr, norm_ptr,
-    normed_ptr, ready_ptr, partial_ptr, ticket_ptr,
+    w_ptr, scale_ptr, group_scale_ptr, bias_ptr, x_ptr, out_ptr, residual_ptr, norm_ptr, squares_ptr, following_ptr,
+    weighted_ptr, squares_out_ptr, normed_ptr, ready_ptr, partial_ptr, ticket_ptr,
     M, K8, N, tiles, pairs, x_stride8, out_stride, residual_stride, eps,
     BN: gl.constexpr, MP: gl.constexpr, DEPTH: gl.constexpr, NW: gl.constexpr, NVFP4: gl.constexpr,
     BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, NORM_BLOCK: gl.constexpr,
-    PLUS_ONE: gl.constexpr, PDL: gl.constexpr,
+    PLUS_ONE: gl.constexpr, SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, PDL: gl.constexpr,
     ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """One block: its run of units. Grid: (blocks,), at most the number of units.
 
     partial_ptr: [blocks, BN, MP] float32; ticket_ptr: [tiles] int32, ready_ptr: [2] int32, zero before and after.
     NORM_BLOCK: 0 without a norm, else a power of two >= K; normed_ptr: [M, K] bfloat16, written here.
+    SQUARES: 0, or a power of two >= K / BN: x is multiplied with the norm's weight already, and squares_ptr
+    [K / BN, 16] float32 holds sums of its squares. FOLLOWING, weighted_ptr, squares_out_ptr: see `prepare`.
     group_scale_ptr: [pairs, tiles * BN / 8] float32, FP8 with BLOCK_SCALE only; bias_ptr: [N], with HAS_BIAS only.
     """
     KC: gl.constexpr = 128 if NVFP4 else 64
@@ -201,6 +203,9 @@ def weight_stream_kernel(
     later = _fill_x(x_even, x_odd, rows_ptr, unit, stop, pairs, M, K8, rows_stride8, MP, KC, NW, DEPTH)
     if NORM_BLOCK > 0:
         forget_rows(ready_ptr)
+    row_factor = 0.0
+    if SQUARES > 0:
+        row_factor = row_factors(squares_ptr, (K8 * 8 + BN - 1) // BN, K8, eps, SQUARES, MP, NW, mma)
     slot = 0
     while unit < stop:
         tile = unit // pairs
@@ -215,7 +220,8 @@ def weight_stream_kernel(
             BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, mma, ASM_EVEN, ASM_ODD, CONSTRAINTS,
         )  # fmt: skip
         close_tile(
-            total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, bias_ptr, out_ptr, residual_ptr,
-            partial_ptr, ticket_ptr, M, N, units, pairs, out_stride, residual_stride, BN, MP, EPILOGUE, HAS_BIAS, mma,
+            total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, row_factor, bias_ptr, out_ptr,
+            residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs,
+            out_stride, residual_stride, BN, MP, EPILOGUE, HAS_BIAS, SQUARES > 0, FOLLOWING, mma,
         )  # fmt: skip
         unit = tile_stop

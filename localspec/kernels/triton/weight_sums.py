@@ -23,12 +23,18 @@ def load_residual(
 
 @gluon.jit
 def finish(
-    acc, tile, scale, residual, bias_ptr, out_ptr, M, N, out_stride, BN: gl.constexpr, MP: gl.constexpr,
-    EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, mma: gl.constexpr,
+    acc, tile, scale, row_factor, residual, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_ptr, M, N,
+    out_stride, BN: gl.constexpr, MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PREPARED: gl.constexpr, FOLLOWING: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Row scale, epilogue and store of a tile's full sums [BN, MP]. N: columns of the output."""
+    """Row scale, epilogue and store of a tile's full sums [BN, MP]. N: columns of the output.
+
+    row_factor: [MP], what the norm of x multiplies each row with, where x came PREPARED. FOLLOWING: see `prepare`.
+    """
     rows = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
     acc = acc * scale[:, None]
+    if PREPARED:
+        acc = acc * row_factor[None, :]
     if EPILOGUE == "silu_mul":
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, MP]), [0, 2, 3, 1])
         gate, up = gl.split(gl.reshape(pairs, [BN // 2, MP, 2]))
@@ -45,7 +51,41 @@ def finish(
             acc = acc + gl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
         if EPILOGUE == "residual":
             acc = acc + residual.to(gl.float32)
-        gl.store(out_ptr + (m * out_stride)[None, :] + rows[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        value = acc.to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + (m * out_stride)[None, :] + rows[:, None], value, mask=mask)
+        if FOLLOWING > 0:
+            prepare(value, tile, rows, m, mask, following_ptr, weighted_ptr, squares_ptr, M, N, FOLLOWING)
+
+
+@gluon.jit
+def prepare(
+    value, tile, rows, m, mask, following_ptr, weighted_ptr, squares_ptr, M, N, FOLLOWING: gl.constexpr
+):  # fmt: skip
+    """What the norm that follows needs of a tile: the values times its weight, and the sum of their squares by row.
+
+    The next kernel then starts its matmul at once and multiplies its sums by 1 / rms. FOLLOWING: 1, or 2 for a norm
+    that multiplies by 1 + weight. weighted_ptr: [M, N] bfloat16; squares_ptr: [tiles, 16] float32.
+    """
+    value = gl.where(mask, value.to(gl.float32), 0.0)
+    factor = gl.load(following_ptr + rows, mask=rows < N, other=0.0).to(gl.float32)
+    if FOLLOWING == 2:
+        factor = factor + 1.0
+    weighted = (value * factor[:, None]).to(gl.bfloat16)
+    gl.store(weighted_ptr + (m * N)[None, :] + rows[:, None], weighted, mask=mask)
+    gl.store(squares_ptr + tile * 16 + m, gl.sum(value * value, axis=0), mask=m < M)
+
+
+@gluon.jit
+def row_factors(
+    squares_ptr, num_tiles, K8, eps, BLOCK: gl.constexpr, MP: gl.constexpr, NW: gl.constexpr, mma: gl.constexpr
+):  # fmt: skip
+    """1 / rms of every row from the sums of squares that the kernel before left: [MP]. BLOCK: at least num_tiles."""
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32 if BLOCK > 32 else 1, 1], [32, 1], [1, NW], [0, 1])
+    tiles = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
+    squares = gl.load(squares_ptr + (tiles * 16)[:, None] + m[None, :], mask=(tiles < num_tiles)[:, None], other=0.0)
+    factors = gl.rsqrt(gl.sum(squares, axis=0) / (K8 * 8).to(gl.float32) + eps)
+    return gl.convert_layout(factors, gl.SliceLayout(0, mma))
 
 
 @gluon.jit
@@ -140,9 +180,10 @@ def forget_rows(ready_ptr):
 
 @gluon.jit
 def close_tile(
-    total, tile, starts_tile, complete, scale, bias_ptr, out_ptr, residual_ptr, partial_ptr, ticket_ptr, M, N, units,
-    pairs, out_stride, residual_stride, BN: gl.constexpr, MP: gl.constexpr, EPILOGUE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, mma: gl.constexpr,
+    total, tile, starts_tile, complete, scale, row_factor, bias_ptr, out_ptr, residual_ptr, following_ptr, weighted_ptr,
+    squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs, out_stride, residual_stride, BN: gl.constexpr,
+    MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, PREPARED: gl.constexpr, FOLLOWING: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """Share the sums of a tile that is not complete here; in its first block apply the epilogue and store."""
     residual = total
@@ -156,4 +197,7 @@ def close_tile(
             # 16 rows leave no registers to hold the residual through the wait.
             asked = load_residual(residual_ptr, tile, starts_tile, M, N, residual_stride, BN, MP, mma)
             late = asked.to(gl.float32)
-        finish(total, tile, scale, late, bias_ptr, out_ptr, M, N, out_stride, BN, MP, EPILOGUE, HAS_BIAS, mma)
+        finish(
+            total, tile, scale, row_factor, late, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_out_ptr, M, N,
+            out_stride, BN, MP, EPILOGUE, HAS_BIAS, PREPARED, FOLLOWING, mma,
+        )  # fmt: skip
