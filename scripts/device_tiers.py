@@ -166,8 +166,9 @@ class Bench:
             "gap_p50_ms": round(gaps_ms[len(gaps_ms) // 2], 2) if gaps_ms else None,
             "gap_p95_ms": round(p95, 2) if p95 is not None else None,
             "gap_max_ms": round(gaps_ms[-1], 2) if gaps_ms else None,
-            "chunk_tokens": parts.scheduler.chunks.beside_streams(),
-            "chunk_ms": parts.scheduler.chunks.measured_ms(),
+            "chunk_tokens": parts.scheduler.limits.chunk_tokens,
+            "layers_at_once": parts.scheduler.pace.beside_streams(parts.scheduler.limits.chunk_tokens),
+            "layer_ms": parts.scheduler.pace.measured_ms(),
             "within_bar": p95 is not None and p95 <= 60.0 and kept >= 0.5,
         }
 
@@ -175,7 +176,7 @@ class Bench:
         """The same chat on an engine whose pages hold a part of it."""
         if self._running is not None:
             self.close()
-        parts = self._running = self._engine(max(256, self.num_tokens // (16 if self.tiny else 4)))
+        parts = self._running = self._engine(max(256, self.num_tokens // 16))
         split = finished(submit(parts, self._ids(1), ANSWER_TOKENS))
         steps_s = split.times_s[-1] - split.times_s[0]
         cold = parts.runner.cold

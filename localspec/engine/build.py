@@ -54,7 +54,6 @@ from localspec.scheduler.overflow import OverflowLimits
 from localspec.scheduler.scheduler import Limits, Scheduler
 
 GPU_CHUNK_TOKENS = 2048
-GPU_SHARED_CHUNK_TOKENS = 512
 CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 )
@@ -218,7 +217,7 @@ def assemble(
     scheduler = Scheduler(
         pool=pages,
         prefix=PrefixTree(pages, memory.num_snapshots, lambda snapshot: None),
-        limits=_limits(ops, limit, options, layout.cold_pages),
+        limits=replace(_limits(ops, limit, options, layout.cold_pages), num_layers=model.num_layers),
         policy=tuner,
         needs_state=pool.has_states,
     )
@@ -336,9 +335,7 @@ def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: i
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
     limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=ops.waits)
     if ops.device.type != "cpu":
-        limits = replace(
-            limits, chunk_tokens=GPU_CHUNK_TOKENS, shared_chunk_tokens=GPU_SHARED_CHUNK_TOKENS, steady_depth=True
-        )  # fmt: skip
+        limits = replace(limits, chunk_tokens=GPU_CHUNK_TOKENS, steady_depth=True)
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from localspec.core.records import MAX_SLOTS, Draft, PrefillPlan, Request, StepResult, VerifyPlan
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import Layout, layout_numbers, layout_of
-from localspec.runner.runner import Runner, VerifyOutput
+from localspec.runner.runner import Reading, Runner, VerifyOutput
 from localspec.sampling.accept import RowRules, accept
 from localspec.sampling.allowed import packed_rows, unpacked
 from localspec.sampling.grammar import RequestGrammar
@@ -109,6 +109,14 @@ class DeviceStep(Protocol):
         """Read a chunk of a prompt and let drafters see it."""
         ...
 
+    def begin_prefill(self, plan: PrefillPlan) -> Reading:
+        """The same, of which no layer has run yet."""
+        ...
+
+    def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
+        """Run the next layers of a chunk; whether those were its last, and drafters have seen it."""
+        ...
+
 
 class EagerStep:
     """Calls every stage directly."""
@@ -186,5 +194,13 @@ class EagerStep:
         return packed_rows(plan, drafts, needs.grammars, num_rows, self.runner.model.vocab_size)
 
     def prefill(self, plan: PrefillPlan) -> None:
-        rows, forward = self.runner.prefill(plan)
-        self.drafters.observe(rows, forward, self.runner.state)
+        self.advance_prefill(self.begin_prefill(plan), self.runner.model.num_layers)
+
+    def begin_prefill(self, plan: PrefillPlan) -> Reading:
+        return self.runner.begin_prefill(plan)
+
+    def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
+        forward = self.runner.advance_prefill(reading, num_layers)
+        if forward is not None:
+            self.drafters.observe(reading.rows, forward, self.runner.state)
+        return forward is not None

@@ -23,7 +23,7 @@ from localspec.engine.accounting import StepAccounting
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
-from localspec.engine.prefill_times import PrefillTimes
+from localspec.engine.prompt_reader import PromptReader
 from localspec.engine.ring import ResultRing
 from localspec.engine.step import run_verify
 from localspec.engine.step_needs import step_needs
@@ -110,7 +110,7 @@ class DecodeLoop:
         self.stages = stages
         self.tiers = tiers
         self._device = stages.device
-        self._prefills = PrefillTimes(stages.device)
+        self._prefills = PromptReader(stages.device)
         self._scheduler = scheduler
         self._ring = ring
         self._tuner = tuner
@@ -233,8 +233,13 @@ class DecodeLoop:
         self._send_prefill_news(sequence)
 
     def _prefill(self, plan: PrefillPlan) -> None:
-        self._prefills.run(plan)
+        # Pages in host memory are brought near layer by layer: such a pass is not cut.
+        whole = self.stages.runner.overflows
+        ended = self._prefills.run(plan, None if whole else self._scheduler.layers_now(plan))
         self._land(drain=True)
+        if not ended:
+            self._scheduler.prefill_paused(plan)
+            return
         done = self._scheduler.prefill_done(plan)
         for sequence in self._scheduler.active:
             if sequence.id == plan.sequence_id:
@@ -243,10 +248,11 @@ class DecodeLoop:
                 self._send_prefill_news(sequence)
 
     def _count_prefills(self) -> None:
-        for plan, ms in self._prefills.landed():
+        pace = self._scheduler.pace
+        for plan, num_layers, ms in self._prefills.landed():
             num_tokens = plan.end_tokens - plan.start_tokens
-            self.tiers.see_prefill(num_tokens, ms)
-            self._scheduler.chunks.see_chunk(num_tokens, ms)
+            self.tiers.see_prefill(num_tokens * num_layers // pace.num_layers, ms)
+            pace.see_layers(num_tokens, num_layers, ms)
             if plan.sequence_id in self._tickets:
                 self._tickets[plan.sequence_id].clock.prefill_ms += ms
 
@@ -265,7 +271,7 @@ class DecodeLoop:
     def _land(self, drain: bool) -> None:
         for landed in self._ring.pop(drain):
             self._scheduler.commit(landed.outcome.planned, landed.results)
-            self._scheduler.chunks.see_step(landed.draft_ms + landed.verify_ms)
+            self._scheduler.pace.see_step(landed.draft_ms + landed.verify_ms)
             self._accounting.count(landed, self._tickets)
             for result in landed.results:
                 ticket = self._tickets.get(result.sequence_id)

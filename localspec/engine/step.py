@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localspec.core.records import Draft, PrefillPlan, StepResult, VerifyPlan
+from localspec.core.records import Draft, StepResult, VerifyPlan
 from localspec.engine.device_step import DeviceStep, StepClock, StepNeeds
 from localspec.runner.inputs import cut_to_draft
+from localspec.runner.runner import Reading
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,15 @@ class VerifyOutcome:
     clock: StepClock
 
 
-def run_prefill(plan: PrefillPlan, device: DeviceStep) -> StepClock:
-    """Read a chunk of a prompt. Nothing here waits for it; its time is the clock's first interval."""
+def run_prefill(reading: Reading, num_layers: int, device: DeviceStep) -> tuple[StepClock, bool]:
+    """Run the next layers of a chunk of a prompt; whether those were its last. Nothing here waits for them; their time
+    is the clock's first interval."""
     clock = device.clock()
     clock.mark()
-    device.prefill(plan)
+    done = device.advance_prefill(reading, num_layers)
     clock.mark()
     clock.mark()
-    return clock
+    return clock, done
 
 
 def run_verify(plan: VerifyPlan, device: DeviceStep, needs: StepNeeds, waits: bool) -> VerifyOutcome:

@@ -17,6 +17,7 @@ from localspec.core.records import Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Ops
+from localspec.layers.decoder import ForwardPass
 
 
 class Model(Protocol):
@@ -34,6 +35,15 @@ class Model(Protocol):
 
         Padding rows (slot -1) change nothing. Rows of kind `verify` leave recurrent state uncommitted (rings).
         """
+        ...
+
+    def begin(self, rows: Rows, cache: Cache, needs: HiddenNeeds) -> ForwardPass:
+        """The same pass, of which no layer has run yet."""
+        ...
+
+    def advance(self, under_way: ForwardPass, num_layers: int) -> Forward | None:
+        """Run the next layers of a pass; its result once all have run. Passes of other slots may run in between, and
+        one that is left undone has written nothing but keys, values and states of its own rows."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

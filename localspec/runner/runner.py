@@ -14,6 +14,7 @@ from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.core.records import Draft, Forward, HiddenNeeds, PrefillPlan, Request, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.kernels.ops import Ops
+from localspec.layers.decoder import ForwardPass
 from localspec.models import Model
 from localspec.runner.inputs import Layout, prefill_rows, verify_rows
 from localspec.runner.slots import fill_slot, make_state, release_slot
@@ -26,6 +27,20 @@ class VerifyOutput:
     rows: Rows
     forward: Forward
     logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A chunk of a prompt on its way through the layers."""
+
+    plan: PrefillPlan
+    rows: Rows
+    under_way: ForwardPass
+
+    @property
+    def num_done(self) -> int:
+        """Layers that have run."""
+        return self.under_way.num_done
 
 
 class Runner:
@@ -98,11 +113,26 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, plan: PrefillPlan) -> tuple[Rows, Forward]:
         """Read a chunk of a prompt into the cache."""
+        reading = self.begin_prefill(plan)
+        forward = self.advance_prefill(reading, self.model.num_layers)
+        assert forward is not None
+        return reading.rows, forward
+
+    @torch.inference_mode()
+    def begin_prefill(self, plan: PrefillPlan) -> Reading:
+        """A chunk of which no layer has run yet."""
         self.make_room(plan.slot, plan.end_tokens)
         rows = prefill_rows(plan, self.state, self.ops.prefill_row_multiple)
-        forward = self.model.forward(rows, self._cache(), self._needs)
-        self.state.pending_rows[plan.slot] = 0
-        return rows, forward
+        return Reading(plan, rows, self.model.begin(rows, self._cache(), self._needs))
+
+    @torch.inference_mode()
+    def advance_prefill(self, reading: Reading, num_layers: int) -> Forward | None:
+        """Run the next layers of a chunk; its hiddens once all have run and the chunk is in the cache. Verify steps of
+        other slots may run in between, unless pages lie in host memory, whose layers come in their order."""
+        forward = self.model.advance(reading.under_way, num_layers)
+        if forward is not None:
+            self.state.pending_rows[reading.plan.slot] = 0
+        return forward
 
     @torch.inference_mode()
     def verify(self, layout: Layout, draft: Draft, max_position_bound: int) -> VerifyOutput:

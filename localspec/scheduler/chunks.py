@@ -1,66 +1,60 @@
-"""How much of a prompt to read between two steps of running streams: as much as a target step time allows.
+"""How much of a prompt's chunk to run between two steps of running streams: as many layers as a target time allows.
 
-Torch-free. Learns from measured times of chunks and steps; a larger chunk never takes longer per token than a smaller
-one, so every measurement bounds the others too.
+Torch-free. A chunk keeps its size beside streams, because on a card a small one takes hardly less time than a large
+one (each unpacks every weight); its pass through the layers is cut instead, so that its bits depend on no neighbour.
+Learns from measured times of layers and steps.
 """
 
 from __future__ import annotations
 
-from localspec.core.records import PAGE_TOKENS, SEGMENT_TOKENS
+from localspec.core.records import PAGE_TOKENS
 
 NEW_SHARE = 0.5
-"""Weight of the newest measurement: a chunk costs more the further back it attends, so old ones mislead."""
-SAME_SHARE = 0.15
-"""A card pads chunks to whole tiles: smaller ones take as long, and two times differ by so much by chance."""
-_SIZES = (PAGE_TOKENS, 2 * PAGE_TOKENS, *(SEGMENT_TOKENS * count for count in (1, 2, 3, 4, 6, 8, 12, 16)))
-"""Below a tile by halves, above it by whole tiles, which are never padded."""
+"""Weight of the newest measurement: a layer costs more the further back it attends, so old ones mislead."""
+FIRST_PART = 8
+"""One layer in so many is run at first, before any was measured."""
 
 
-class ChunkSizes:
-    """Sizes for one engine. `first_tokens` is used until a chunk was measured."""
+class LayerPace:
+    """For one engine. Sizes of chunks count in whole pages."""
 
-    def __init__(self, first_tokens: int, most_tokens: int, target_ms: float) -> None:
-        self._sizes = tuple(size for size in _SIZES if size <= most_tokens) or (most_tokens,)
-        self._first_tokens = min(first_tokens, most_tokens)
+    def __init__(self, num_layers: int, target_ms: float) -> None:
+        self.num_layers = num_layers
         self._target_ms = target_ms
-        self._chunk_ms: dict[int, float] = {}
+        self._layer_ms: dict[int, float] = {}
         self._step_ms = 0.0
 
-    def see_chunk(self, num_tokens: int, ms: float) -> None:
-        """A chunk was read; odd sizes, at the ends of prompts, tell nothing."""
-        if num_tokens not in self._sizes or ms <= 0:
+    def see_layers(self, num_tokens: int, num_layers: int, ms: float) -> None:
+        """Some layers of a chunk of so many tokens were run."""
+        if num_layers < 1 or ms <= 0:
             return
-        old = self._chunk_ms.get(num_tokens)
-        ms = ms if old is None else (1 - NEW_SHARE) * old + NEW_SHARE * ms
-        self._chunk_ms[num_tokens] = ms
-        for size, known_ms in self._chunk_ms.items():
-            linear_ms = ms * size / num_tokens
-            if size > num_tokens:
-                self._chunk_ms[size] = max(ms, min(known_ms, linear_ms))
-            elif size < num_tokens:
-                self._chunk_ms[size] = min(ms, max(known_ms, linear_ms))
+        size, layer_ms = _in_pages(num_tokens), ms / num_layers
+        old = self._layer_ms.get(size)
+        self._layer_ms[size] = layer_ms if old is None else (1 - NEW_SHARE) * old + NEW_SHARE * layer_ms
 
     def see_step(self, ms: float) -> None:
         """A step of the streams was run."""
         self._step_ms = ms if not self._step_ms else (1 - NEW_SHARE) * self._step_ms + NEW_SHARE * ms
 
     def measured_ms(self) -> dict[int, float]:
-        """What is known of chunks by now: milliseconds by tokens."""
-        return {size: round(ms, 2) for size, ms in sorted(self._chunk_ms.items())}
+        """What is known by now: milliseconds of one layer by tokens of the chunk."""
+        return {size: round(ms, 3) for size, ms in sorted(self._layer_ms.items())}
 
-    def beside_streams(self) -> int:
-        """The largest chunk that, with a step of the streams, is expected to keep to the target; where none does, the
-        largest that takes hardly longer than the quickest."""
-        if not self._chunk_ms:
-            return self._first_tokens
-        expected = {size: self._expected_ms(size) for size in self._sizes}
-        quickest_ms = min(expected.values())
-        room_ms = max(self._target_ms - self._step_ms, (1 + SAME_SHARE) * quickest_ms)
-        return max(size for size, ms in expected.items() if ms <= room_ms)
+    def beside_streams(self, num_tokens: int) -> int:
+        """Layers of a chunk that, with a step of the streams, are expected to keep to the target; at least one."""
+        layer_ms = self._expected_ms(_in_pages(num_tokens))
+        if layer_ms is None:
+            return -(-self.num_layers // FIRST_PART)
+        room_ms = self._target_ms - self._step_ms
+        return max(1, min(self.num_layers, int(room_ms / layer_ms)))
 
-    def _expected_ms(self, size: int) -> float:
-        if size in self._chunk_ms:
-            return self._chunk_ms[size]
-        below = max((known for known in self._chunk_ms if known < size), default=None)
-        nearest = below if below is not None else min(self._chunk_ms)
-        return self._chunk_ms[nearest] * size / nearest
+    def _expected_ms(self, size: int) -> float | None:
+        """A larger chunk never takes less time, nor longer per token, than a smaller one."""
+        if size in self._layer_ms:
+            return self._layer_ms[size]
+        guesses = [ms * max(1.0, size / known) for known, ms in self._layer_ms.items()]
+        return min(guesses, default=None)
+
+
+def _in_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS

@@ -1,8 +1,8 @@
 """Requests in, step plans out: admission by pages, alternation of prefill chunks and verify steps.
 
 Torch-free. Promises: an admitted sequence never runs out of pages (its whole bound is reserved at admission);
-every verify step carries all decoding sequences; a long prompt never stops the other streams for more than one
-chunk.
+every verify step carries all decoding sequences; a long prompt never stops the other streams for more than some layers
+of one chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localspec.core.records import (
     StepPlan,
     VerifyPlan,
 )
-from localspec.scheduler.chunks import ChunkSizes
+from localspec.scheduler.chunks import LayerPace
 from localspec.scheduler.overflow import OverflowLimits, Parked, share_for
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -37,13 +37,13 @@ PROMPT_TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """`chunk_tokens` bounds a prefill chunk when nothing else runs. Beside streams chunks begin with
-    `shared_chunk_tokens` and follow what was measured, so that chunk and step together take `target_step_ms`."""
+    """`chunk_tokens` bounds a prefill chunk. Beside streams as many of its `num_layers` run at once as were measured to
+    take, with a step, `target_step_ms`."""
 
     context_tokens: int
     max_queued: int = 64
     chunk_tokens: int = SEGMENT_TOKENS
-    shared_chunk_tokens: int = PAGE_TOKENS
+    num_layers: int = 1
     target_step_ms: float = 50.0
     overflow: OverflowLimits = field(default_factory=OverflowLimits)
     steady_depth: bool = False
@@ -97,10 +97,11 @@ class Scheduler:
     _last_was_prefill: bool = False
     _oldest_is_due: bool = True
     _parked: Parked | None = None
+    _open: PrefillPlan | None = None
+    """A chunk of which some layers have run."""
 
     def __post_init__(self) -> None:
-        limits = self.limits
-        self.chunks = ChunkSizes(limits.shared_chunk_tokens, limits.chunk_tokens, limits.target_step_ms)
+        self.pace = LayerPace(self.limits.num_layers, self.limits.target_step_ms)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises QueueFull; the caller has checked the context limit."""
@@ -214,12 +215,23 @@ class Scheduler:
         decoding = [s for s in self.active if s.stage is Stage.DECODE]
         if prefilling and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True
-            return self._prefill_plan(self._next_prompt(prefilling), shared=bool(decoding))
+            return self._open or self._prefill_plan(self._next_prompt(prefilling))
         self._last_was_prefill = False
         return self._verify_plan(decoding) if decoding else None
 
+    def layers_now(self, plan: PrefillPlan) -> int | None:
+        """How many layers of a chunk to run before the next step of the streams; None: nobody waits."""
+        if not any(sequence.stage is Stage.DECODE for sequence in self.active):
+            return None
+        return self.pace.beside_streams(plan.end_tokens - plan.start_tokens)
+
+    def prefill_paused(self, plan: PrefillPlan) -> None:
+        """Some layers of a chunk have run: it is planned again until it is done."""
+        self._open = plan
+
     def prefill_done(self, plan: PrefillPlan) -> Sequence | None:
         """A chunk was run. Returns the sequence when its whole prompt is in the cache."""
+        self._open = None
         sequence = self._slots[plan.slot]
         if sequence is None or sequence.id != plan.sequence_id:
             return None
@@ -258,6 +270,8 @@ class Scheduler:
             self._parked = Parked(ids, sequence.pages, sequence.num_ring, request.cache_salt, request.chat_id)
         else:
             self.pool.release(sequence.pages)
+        if self._open is not None and self._open.sequence_id == sequence.id:
+            self._open = None
         self._slots[sequence.slot] = None
         sequence.stage = Stage.FINISHED
 
@@ -317,8 +331,8 @@ class Scheduler:
             return min(prefilling, key=lambda sequence: sequence.id)
         return min(prefilling, key=lambda sequence: sequence.prefill_target_tokens - sequence.prefilled_tokens)
 
-    def _prefill_plan(self, sequence: Sequence, shared: bool) -> PrefillPlan:
-        size = self.chunks.beside_streams() if shared else self.limits.chunk_tokens
+    def _prefill_plan(self, sequence: Sequence) -> PrefillPlan:
+        size = self.limits.chunk_tokens
         start = sequence.prefilled_tokens
         border = start // size * size + size
         border = min([border, *(tokens for tokens in sequence.state_positions if tokens > start)])

@@ -56,6 +56,35 @@ def test_chunks_of_any_size_give_the_same_bits(model: Model, whole: torch.Tensor
     assert torch.equal(driver.prefill(2, _ids(0), chunk, padding=(1, 2)), whole)
 
 
+def test_a_pass_cut_between_layers_gives_the_same_bits_while_others_run(model: Model, whole: torch.Tensor) -> None:
+    """Of two chunks, the second after a window; other slots are verified and folded between any two layers."""
+    other, own = _ids(1, 200), _ids(0)
+    alone = Driver(model).prefill(2, other)
+    driver = Driver(model, scattered=True, needs=HiddenNeeds(layer_outputs=(0, model.num_layers - 1)))
+    driver.prefill(2, other[:100])
+    at = 100
+    for start, end in ((0, 256), (256, LENGTH)):
+        rows = make_rows("prefill", {0: (start, own[start:end])}, driver.block_tables, driver.pending.clone())
+        under_way = model.begin(rows, driver.cache, driver.needs)
+        while (forward := model.advance(under_way, 1)) is None:
+            window = other[at : at + 2] + _wrong(other[at + 2 : at + 4])
+            assert torch.equal(driver.verify({2: window}, {2: 2})[2][:2], alone[at : at + 2])
+            at += 2
+            if at % 8:
+                driver.fold()
+        driver.lengths[0] = end
+        assert torch.equal(model.logits(forward.hidden[: end - start]), whole[start:end])
+        wanted = model.forward(
+            make_rows("prefill", {3: (0, own[:end])}, driver.block_tables, driver.pending.clone()),
+            driver.cache,
+            driver.needs,
+        )
+        for layer, output in wanted.layer_outputs.items():
+            assert torch.equal(forward.layer_outputs[layer][: end - start], output[start:end])
+        for spec in model.cache_spec.states:
+            driver.cache.states[spec.name][3] = 0
+
+
 def test_step_by_step_gives_the_same_bits(model: Model, whole: torch.Tensor) -> None:
     driver, ids = Driver(model), _ids(0)
     head = driver.prefill(1, ids[:210])

@@ -26,11 +26,16 @@ class FixedDepth:
 
 
 def make(
-    depth: int = 4, num_pages: int = 200, context: int = 1024, max_queued: int = 8, shares_rows: bool = False
+    depth: int = 4,
+    num_pages: int = 200,
+    context: int = 1024,
+    max_queued: int = 8,
+    shares_rows: bool = False,
+    num_layers: int = 1,
 ) -> Scheduler:
     pool = PagePool(num_pages)
     tree = PrefixTree(pool, 4, lambda snapshot: None)
-    limits = Limits(context, max_queued, shares_rows=shares_rows)
+    limits = Limits(context, max_queued, shares_rows=shares_rows, num_layers=num_layers)
     return Scheduler(pool, tree, limits, FixedDepth(depth), needs_state=False)
 
 
@@ -72,26 +77,48 @@ def test_prefill_chunks_end_at_absolute_borders_and_leave_the_last_token() -> No
     assert [p.tile_start_tokens for p in plans] == [0, 256, 512]
 
 
-def test_a_long_prompt_stops_the_others_for_one_chunk_at_most() -> None:
-    scheduler = make()
+def test_a_long_prompt_stops_the_others_for_some_layers_of_one_chunk_at_most() -> None:
+    scheduler = make(num_layers=32)
     scheduler.add(request(2))
     admit_all(scheduler)
     finish_prefill(scheduler)
     scheduler.add(request(500, first=1000))
     admit_all(scheduler)
-    kinds = []
+    kinds, parts = [], []
     for _ in range(8):
         plan = scheduler.plan()
         kinds.append(type(plan).__name__)
         if isinstance(plan, PrefillPlan):
-            assert plan.end_tokens - plan.start_tokens <= 64
-            scheduler.prefill_done(plan)
+            parts.append((plan, scheduler.layers_now(plan)))
+            scheduler.prefill_paused(plan)
         elif plan is not None:
             emit(scheduler, plan, 1)
     assert sorted(kinds[:2]) == ["PrefillPlan", "VerifyPlan"] and kinds == kinds[:2] * 4
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
+    assert parts == [(parts[0][0], 4)] * 4, "the same chunk until it is done, an eighth at first"
+    scheduler.prefill_done(parts[0][0])
+    scheduler.plan()
+    following = scheduler.plan()
+    assert isinstance(following, PrefillPlan) and following.start_tokens == parts[0][0].end_tokens == 256
+
+
+def test_a_chunk_half_read_is_dropped_with_its_sequence() -> None:
+    scheduler = make(num_layers=32)
+    scheduler.add(request(500))
+    scheduler.add(request(300, first=1000))
+    first, second = admit_all(scheduler)
+    plan = scheduler.plan()
+    assert isinstance(plan, PrefillPlan) and scheduler.layers_now(plan) is None, "nobody waits"
+    scheduler.prefill_paused(plan)
+    assert scheduler.plan() == plan, "no other prompt is begun meanwhile"
+    gone, stays = (first, second) if plan.sequence_id == first.id else (second, first)
+    scheduler.cancel(gone)
+    scheduler.retire(gone, keep=True)
+    other = scheduler.plan()
+    assert isinstance(other, PrefillPlan) and other.sequence_id == stays.id
+    assert scheduler.prefix.match(gone.request.prompt_ids, False).total_tokens == 0, "none of it counts as read"
 def test_rows_never_exceed_the_step(num_sequences: int) -> None:
     scheduler = make(depth=15)
     for index in range(num_sequences):
@@ -210,23 +237,23 @@ def test_a_short_question_does_not_wait_for_a_long_text() -> None:
     ] == [False, True, False, True]
 
 
-def test_chunks_beside_a_stream_follow_the_measured_time() -> None:
-    scheduler = make(num_pages=400, context=8192)
+def test_parts_beside_a_stream_follow_the_measured_time() -> None:
+    scheduler = make(num_pages=400, context=8192, num_layers=40)
     scheduler.add(request(10))
     [stream] = admit_all(scheduler)
     finish_prefill(scheduler)
     scheduler.add(request(4000, first=5000))
     admit_all(scheduler)
-    sizes = []
+    counts = []
     for _ in range(12):
         plan = scheduler.plan()
         if isinstance(plan, PrefillPlan):
-            sizes.append(plan.end_tokens - plan.start_tokens)
-            scheduler.chunks.see_chunk(sizes[-1], 0.1 * sizes[-1])
+            counts.append(scheduler.layers_now(plan) or 0)
+            scheduler.pace.see_layers(plan.end_tokens - plan.start_tokens, counts[-1], 2.0 * counts[-1])
             scheduler.prefill_done(plan)
         else:
             emit(scheduler, plan, 1)
-    assert sizes[0] == 64 and sizes[-1] == 256 and stream.stage is Stage.DECODE
+    assert counts[0] == 5 and counts[-1] == 25 and stream.stage is Stage.DECODE
 
 
 def test_rows_are_shared_by_worth_where_nobody_fixed_them() -> None:

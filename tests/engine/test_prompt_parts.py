@@ -1,0 +1,103 @@
+"""A long prompt beside streams is read some layers at a time: the same bits for all, whoever leaves when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localspec.api.types import Sampling
+from localspec.core.records import Request
+from localspec.engine.build import Assembled
+from localspec.scheduler.sequence import Stage
+from tests.engine.tier_machine import Machine, facts, prompt_ids, wait
+from tests.helpers.engine import Collected, make_request, run
+
+pytestmark = pytest.mark.torch
+LAW = Sampling(temperature=0.9, top_k=30)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def requests() -> list[Request]:
+    ask: dict[str, Any] = dict(logprobs=0, sampling=LAW, depth=3)
+    return [
+        make_request(prompt_ids(1, 30), max_tokens=90, drafter="mtp", **ask),
+        make_request(prompt_ids(2, 700), max_tokens=20, drafter="mtp", seed=3, **ask),
+        make_request(prompt_ids(3, 400), max_tokens=20, drafter="ngram", seed=4, **ask),
+    ]
+
+
+def one_layer_at_a_time(parts: Assembled) -> list[int]:
+    """Returns a list to which every part adds its number of layers."""
+    counts: list[int] = []
+    begin = parts.loop._prefills.run
+
+    def run_part(plan: object, num_layers: int | None) -> bool:
+        counts.append(0 if num_layers is None else num_layers)
+        return begin(plan, num_layers)  # type: ignore[arg-type]
+
+    parts.loop._prefills.run = run_part  # type: ignore[method-assign]
+    parts.scheduler.pace.beside_streams = lambda num_tokens: 1  # type: ignore[method-assign]
+    return counts
+
+
+def test_tokens_do_not_depend_on_who_reads_beside(machine: Machine) -> None:
+    with machine.engine_without() as parts:
+        alone = [run(parts, [each])[0] for each in requests()]
+    with machine.engine_without() as parts:
+        counts = one_layer_at_a_time(parts)
+        items = [Collected() for _ in range(3)]
+        parts.loop.submit(requests()[0], items[0].see)
+        wait(lambda: len(items[0].token_ids) > 0)
+        for request, item in zip(requests()[1:], items[1:], strict=True):
+            parts.loop.submit(request, item.see)
+        assert all(item.done.wait(60) for item in items)
+        assert counts.count(1) > 2 * machine.model.num_layers
+        assert all(item.end is not None and item.end.timings.draft_n > 0 for item in items[:2])
+    assert facts(items) == facts(alone)
+
+
+def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: Machine) -> None:
+    long = prompt_ids(2, 700)
+    with machine.engine_without() as parts:
+        [alone] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
+    with machine.engine_without() as parts:
+        one_layer_at_a_time(parts)
+        stream, leaving = Collected(), Collected()
+        ticket = parts.loop.submit(make_request(prompt_ids(1, 30), max_tokens=900), stream.see)
+        wait(lambda: len(stream.token_ids) > 0)
+        gone = parts.loop.submit(make_request(long, max_tokens=8), leaving.see)
+        half: list[int] = []
+
+        def in_the_middle() -> None:
+            reading = parts.loop._prefills._open
+            if reading is not None and reading.plan.start_tokens >= 256 and gone.sequence is not None:
+                assert gone.sequence.stage is Stage.PREFILL
+                half.append(reading.num_done)
+                parts.loop.cancel(gone)
+
+        def tried() -> bool:
+            parts.loop.call(in_the_middle).result(20)
+            return bool(half)
+
+        wait(tried)
+        assert leaving.done.wait(20) and 0 < half[0] < machine.model.num_layers
+        [again] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
+        assert again.cached_tokens % 256 == 0, "what was read whole is found, what was read in half is not"
+        parts.loop.cancel(ticket)
+        assert stream.done.wait(20)
+        parts.loop.call(parts.scheduler.clear).result(20)
+        assert parts.scheduler.pool.num_free == parts.scheduler.pool.num_pages - 1
+    assert facts([again]) == facts([alone])
+
+
+def test_alone_a_chunk_is_read_at_once(machine: Machine) -> None:
+    with machine.engine_without() as parts:
+        counts = one_layer_at_a_time(parts)
+        run(parts, [make_request(prompt_ids(5, 600), max_tokens=2)])
+        assert set(counts) == {0} and len(counts) <= 4
+        assert 256 in parts.scheduler.pace.measured_ms()
