@@ -94,9 +94,6 @@ def test_a_long_prompt_stops_the_others_for_some_layers_of_one_chunk_at_most() -
         elif plan is not None:
             emit(scheduler, plan, 1)
     assert sorted(kinds[:2]) == ["PrefillPlan", "VerifyPlan"] and kinds == kinds[:2] * 4
-
-
-@pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
     assert parts == [(parts[0][0], 4)] * 4, "the same chunk until it is done, an eighth at first"
     scheduler.prefill_done(parts[0][0])
     scheduler.plan()
@@ -119,6 +116,9 @@ def test_a_chunk_half_read_is_dropped_with_its_sequence() -> None:
     other = scheduler.plan()
     assert isinstance(other, PrefillPlan) and other.sequence_id == stays.id
     assert scheduler.prefix.match(gone.request.prompt_ids, False).total_tokens == 0, "none of it counts as read"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
 def test_rows_never_exceed_the_step(num_sequences: int) -> None:
     scheduler = make(depth=15)
     for index in range(num_sequences):
