@@ -46,6 +46,7 @@ class StepAccounting:
         arms: list[Arm] = []
         counts = []
         contexts = [0]
+        windows: list[list[float]] = []
         for result, planned in zip(landed.results, landed.outcome.planned.slots, strict=True):
             arm = (planned.drafter, planned.num_drafts) if planned.num_drafts else OFF
             arms.append(arm)
@@ -58,7 +59,7 @@ class StepAccounting:
                 sequence, active, arm, result.drafted_by, result.num_accepted, result.num_offered
             )
             if self.schedule is not None:
-                self.schedule.see(result.drafted_by, result.confidence, result.num_accepted)
+                windows.append(self.schedule.see(result))
             self._follow(sequence, active, result)
             plain_ms = self._plain_ms(result, sequence, active, landed.verify_ms)
             _count_request(ticket.clock, result, landed, now, plain_ms)
@@ -69,8 +70,8 @@ class StepAccounting:
         rows = ran.graph_key.num_rows if self.tuner.fixed_rows else ran.num_rows
         self.tuner.see_step(max(contexts), rows, arms, landed.draft_ms, landed.verify_ms)
         if self.schedule is not None:
-            self.schedule.verify_ms = self.tuner.known.verify_curve(max(contexts) // CONTEXT_BUCKET_TOKENS)
-            self.schedule.draft_ms = landed.draft_ms
+            curve = self.tuner.known.verify_curve(max(contexts) // CONTEXT_BUCKET_TOKENS)
+            self.schedule.see_step(windows, curve, landed.draft_ms)
         self.metrics.count_step(counts, landed.draft_ms, landed.verify_ms)
 
     def _follow(self, sequence: Sequence, active: int, result: SlotResult) -> None:

@@ -211,8 +211,9 @@ def assemble(
     if layout.cold_pages:
         table_pages = runner.state.block_tables.shape[1]
         runner.cold = cold_pages_for(pool, model.cache_spec, layout.cold_pages, table_pages)
-    drafter_set = DrafterSet(drafters, pool, ops.device, VerifySchedule() if ops.waits else None)
-    tuner = _tuner(drafter_set, options, host_knows=ops.waits)
+    schedule = VerifySchedule(host_knows=ops.waits)
+    drafter_set = DrafterSet(drafters, pool, ops.device, schedule)
+    tuner = _tuner(drafter_set, options, schedule)
     pages = PagePool(memory.num_pages)
     scheduler = Scheduler(
         pool=pages,
@@ -333,13 +334,13 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
 
 def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
-    limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=ops.waits)
+    limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=True)
     if ops.device.type != "cpu":
         limits = replace(limits, chunk_tokens=GPU_CHUNK_TOKENS, steady_depth=True)
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 
-def _tuner(drafters: DrafterSet, options: EngineOptions, host_knows: bool) -> Tuner:
+def _tuner(drafters: DrafterSet, options: EngineOptions, schedule: VerifySchedule) -> Tuner:
     # A table speaks only after long matches, so it goes before whatever speaks more often.
     chains = [f"{NGRAM_DISK}+{name}" for name in drafters.names if name != NGRAM_DISK and drafters.knows(NGRAM_DISK)]
     # A sure match in the text itself goes before a drafter with weights.
@@ -349,8 +350,9 @@ def _tuner(drafters: DrafterSet, options: EngineOptions, host_knows: bool) -> Tu
         limits,
         default_drafter=options.drafter,
         default_depth=options.depth,
-        fixed_rows=not host_knows,
-        shares_rows=host_knows,
+        fixed_rows=not schedule.host_knows,
+        shares_rows=True,
+        budget=schedule.budget,
     )
 
 

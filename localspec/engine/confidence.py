@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from localspec.core.records import MAX_ROWS
+from localspec.core.records import GRAPH_ROWS, MAX_ROWS
 
 PRIOR_WEIGHT = 8.0
 """Observations that the identity (w = 1, b = 0) stands for."""
@@ -20,6 +20,10 @@ LOGIT_LIMIT = 6.0
 RETAINED = 0.8
 """Of the smoothed counters, each step."""
 SURE = 0.995
+KNOWN_STEPS = 8
+"""Before so many every row is used."""
+BUDGET_MARGIN = 0.015
+"""A number of rows that is so little better is not worth another captured step."""
 
 
 @dataclass
@@ -71,6 +75,41 @@ class ExpectedTokens:
         retained = min(RETAINED, self.steps / (self.steps + 1))
         self.added = [retained * old + (1.0 - retained) * new for old, new in zip(self.added, told, strict=True)]
         self.steps += 1
+
+
+@dataclass
+class RowBudget:
+    """How many rows the next step gets, where that must be settled before its drafts are known.
+
+    verify_ms: by rows, empty until something was measured; draft_ms: of the step that is planned; by_windows: what the
+    likeliest drafts were worth lately, by number of sequences.
+    """
+
+    verify_ms: Sequence[float] = ()
+    draft_ms: float = 0.0
+    by_windows: dict[int, ExpectedTokens] = field(default_factory=dict)
+    _last: dict[int, int] = field(default_factory=dict)
+
+    def see(self, windows: Sequence[Sequence[float]]) -> None:
+        """The survivals of the drafts that all windows of a step offered."""
+        self.by_windows.setdefault(len(windows), ExpectedTokens()).see(windows)
+
+    def rows(self, num_windows: int) -> int:
+        """A number that steps are captured for: where the rate is greatest, the last one while it is nearly as good."""
+        known = self.by_windows.get(num_windows)
+        if known is None or known.steps < KNOWN_STEPS or not self.verify_ms:
+            return MAX_ROWS
+        sizes = [rows for rows in GRAPH_ROWS if rows > num_windows]
+        rates = {
+            rows: (num_windows + known.added[rows - num_windows]) / (self.draft_ms + self.verify_ms[rows])
+            for rows in sizes
+        }
+        best = max(sizes, key=lambda rows: rates[rows])
+        last = self._last.get(num_windows, best)
+        if rates[best] < rates[last] * (1.0 + BUDGET_MARGIN):
+            best = last
+        self._last[num_windows] = best
+        return best
 
 
 def added_tokens(windows: Sequence[Sequence[float]]) -> list[float]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from localspec.core.records import MAX_SLOTS, Draft, PrefillPlan, Request, StepResult, VerifyPlan
 from localspec.engine.drafting import DrafterSet
-from localspec.runner.inputs import Layout, layout_numbers, layout_of
+from localspec.engine.verify_schedule import layout_rows
+from localspec.runner.inputs import Layout, cut_to_draft, layout_numbers, layout_of
 from localspec.runner.runner import Reading, Runner, VerifyOutput
 from localspec.sampling.accept import RowRules, accept
 from localspec.sampling.allowed import packed_rows, unpacked
@@ -51,6 +52,16 @@ class StepNeeds:
 def position_bound(plan: VerifyPlan) -> int:
     """Host bound at or above every position of the step."""
     return max(slot.length_bound_tokens + slot.num_drafts for slot in plan.slots)
+
+
+def layout_in(sent: Layout, draft: Draft, shared: bool) -> Layout:
+    """The rows as the plan lays them out, or where slots share them as the drafts that were chosen do."""
+    return layout_rows(draft.num_drafts, sent.counts > 0, sent.slots.shape[0]) if shared else sent
+
+
+def by_slot(plan: VerifyPlan) -> VerifyPlan:
+    """In the order in which shared rows lie."""
+    return VerifyPlan(tuple(sorted(plan.slots, key=lambda entry: entry.slot)))
 
 
 class StepClock(Protocol):
@@ -148,7 +159,8 @@ class EagerStep:
         self.make_room(plan)
         pad_to = plan.num_rows if self.runner.ops.waits else plan.graph_key.num_rows
         numbers = torch.tensor(layout_numbers(plan, pad_to), dtype=torch.int64, device=self.runner.ops.device)
-        output = self.runner.verify(layout_of(numbers), draft, position_bound(plan))
+        layout = layout_in(layout_of(numbers), draft, plan.row_budget is not None)
+        output = self.runner.verify(layout, draft, position_bound(plan))
         if not needs.grammars:
             return self.accepted(output, draft, needs, None)
         num_rows = output.logits.shape[0]
@@ -191,6 +203,8 @@ class EagerStep:
     ) -> Tensor:
         """Masks of the step's grammars on the host, see `packed_rows`. drafts: [S][K]."""
         needs.catch_up()
+        if plan.row_budget is not None:
+            plan = by_slot(cut_to_draft(plan, [sum(token >= 0 for token in window) for window in drafts]))
         return packed_rows(plan, drafts, needs.grammars, num_rows, self.runner.model.vocab_size)
 
     def prefill(self, plan: PrefillPlan) -> None:

@@ -16,7 +16,7 @@ from localspec.cache.pool import CachePool
 from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, VerifyPlan
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, Extender
-from localspec.engine.verify_schedule import VerifySchedule, chosen_by_host
+from localspec.engine.verify_schedule import VerifySchedule, chosen
 
 NO_CACHE = Cache({}, {})
 SMALLEST_CORPUS_TOKENS = 512
@@ -50,7 +50,7 @@ class DrafterSet:
         device: torch.device,
         schedule: VerifySchedule | None = None,
     ) -> None:
-        """schedule: chooses among the drafts of plans with a row budget, where the host sees them; None: none does."""
+        """schedule: chooses among the drafts of plans with a row budget; None: nobody does, and there are none."""
         self.schedule = schedule
         self._drafters = dict(drafters)
         self._pool = pool
@@ -90,7 +90,7 @@ class DrafterSet:
         if draft is None:
             return _empty_draft(width, self._device)
         if plan.row_budget is not None and self.schedule is not None:
-            draft = chosen_by_host(draft, [slot.slot for slot in plan.slots], self.schedule)
+            draft = chosen(draft, [slot.slot for slot in plan.slots], plan.row_budget, self.schedule)
         return draft
 
     def corpus_bound(self) -> int:

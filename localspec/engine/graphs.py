@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, StepResult, VerifyPlan
-from localspec.engine.device_step import EagerStep, StepNeeds, position_bound
+from localspec.engine.device_step import EagerStep, StepNeeds, layout_in, position_bound
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import layout_numbers, layout_of
 from localspec.runner.runner import Runner, VerifyOutput
@@ -28,7 +28,7 @@ STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
 Output = TypeVar("Output")
-ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int]
+ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int, int | None]
 VerifyKey = tuple[ProposeKey, int, int]
 LawKey = tuple[ProcessorPlan, int | None, bool]
 
@@ -114,7 +114,11 @@ class GraphStep(EagerStep):
         if entry is None:
             staging = self._staging(_padding(key[1]))
             layout = layout_of(staging.device)
-            entry = self._capture(lambda: self.verify_layout(layout, draft, key[2], needs)), staging
+            shared = plan.row_budget is not None
+            entry = (
+                self._capture(lambda: self.verify_layout(layout_in(layout, draft, shared), draft, key[2], needs)),
+                staging,
+            )
             self._verifications[key, law] = entry
         captured, staging = entry
         self._send(torch.tensor(layout_numbers(plan, key[1]), dtype=torch.int64), staging)
@@ -127,7 +131,11 @@ class GraphStep(EagerStep):
         if forward is None:
             staging = self._staging(_padding(key[1]))
             layout = layout_of(staging.device)
-            forward = self._capture(lambda: self.runner.verify(layout, draft, key[2])), staging
+            shared = plan.row_budget is not None
+            forward = (
+                self._capture(lambda: self.runner.verify(layout_in(layout, draft, shared), draft, key[2])),
+                staging,
+            )
             self._forwards[key] = forward
         law = (needs.law, needs.logprobs, needs.thinking)
         acceptance = self._acceptances.get((key, law))
@@ -154,7 +162,7 @@ class GraphStep(EagerStep):
     def _propose_key(self, plan: VerifyPlan, needs: StepNeeds) -> ProposeKey:
         slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
         bound = self._bucket(max(slot.length_bound_tokens for slot in plan.slots))
-        return slots, bound, needs.thinking, needs.law.sampled, self.drafters.corpus_bound()
+        return slots, bound, needs.thinking, needs.law.sampled, self.drafters.corpus_bound(), plan.row_budget
 
     def _bucket(self, tokens: int) -> int:
         """The bucket of a bound, capped by what a block table can address."""
@@ -188,7 +196,7 @@ class GraphStep(EagerStep):
 
 
 def _with_bounds(plan: VerifyPlan, bound: int) -> VerifyPlan:
-    return VerifyPlan(tuple(replace(slot, length_bound_tokens=bound) for slot in plan.slots))
+    return replace(plan, slots=tuple(replace(slot, length_bound_tokens=bound) for slot in plan.slots))
 
 
 def _padding(num_rows: int) -> Tensor:

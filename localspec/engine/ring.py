@@ -109,6 +109,8 @@ def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
         s = plan.slot
         count = int(values["num_emitted"][s])
         drafted = min(plan.num_drafts, int(values["num_drafts"][s]))
+        offered = int(values["num_offered"][s]) if "num_offered" in values else None
+        told = drafted if offered is None else offered
         slots.append(
             SlotResult(
                 slot=s,
@@ -122,8 +124,9 @@ def _slot_results(entry: _InFlight) -> tuple[SlotResult, ...]:
                 logprobs=tuple(values["logprobs"][s][:count]) if "logprobs" in values else (),
                 top=_top(values, s, count),
                 drafted_by=tuple(drafters[code] for code in values["draft_origins"][s][:drafted]),
-                confidence=tuple(values["confidence"][s][:drafted]) if "confidence" in values else (),
-                num_offered=int(values["num_offered"][s]) if "num_offered" in values else None,
+                offered_by=tuple(drafters[code] for code in values["draft_origins"][s][:told]),
+                confidence=tuple(values["confidence"][s][:told]) if "confidence" in values else (),
+                num_offered=offered,
             )
         )
     return tuple(slots)

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence as Words
 from dataclasses import dataclass, field
 
+from localspec.core.records import MAX_ROWS
+from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm, Mean
 from localspec.scheduler.sequence import Sequence
@@ -63,6 +65,7 @@ class Work:
     alarmed: bool = False
     heard_at: dict[str, int] = field(default_factory=dict)
     round_ids: set[int] = field(default_factory=set)
+    num_active: int = 1
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Tuner:
     default_depth: int | None = None
     fixed_rows: bool = False
     shares_rows: bool = False
+    budget: RowBudget | None = None
+    """Of steps whose number of rows is settled before their drafts are known."""
     reason: str = "not started"
     chosen: Arm = OFF
     """What was chosen last, for the panel."""
@@ -118,6 +123,16 @@ class Tuner:
         fixed = request.depth is not None or self.default_depth is not None
         by_hand = fixed or request.drafter != "auto" or self.default_drafter != "auto"
         return by_hand or sequence.id in self._hearing
+
+    def row_budget(self, num_active: int, wanted_rows: int) -> int | None:
+        """Rows of a step whose sequences share them, None where nothing is to be shared. Where the host sees the drafts
+        it chooses among them all; a card's step has its number of rows before."""
+        if not self.fixed_rows or self.budget is None:
+            return MAX_ROWS
+        if num_active == 1:
+            return None
+        rows = self.budget.rows(num_active)
+        return None if wanted_rows <= rows else rows
 
     def see_window(
         self,
@@ -216,7 +231,7 @@ class Tuner:
         return lines
 
     def work_of(self, phase: str, num_active: int) -> Work:
-        return self.work.setdefault((phase, num_active), Work())
+        return self.work.setdefault((phase, num_active), Work(num_active=num_active))
 
     def due_in(self, method: str, phase: str, num_active: int, bucket: int) -> int:
         """Steps until a method that is not in use is heard; 0 or less: now."""
@@ -259,7 +274,7 @@ class Tuner:
             return
         work.alarmed, work.decided_at = False, work.step
         costs = self.known.step_ms(phase, num_active, bucket)
-        rates = {arm: self.known.tokens(*arm, phase) / ms for arm, ms in costs.items()}
+        rates = {arm: self.known.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
         self._keep_best(work, rates)
         due = self._due(work, phase, num_active, bucket, costs)
         if due is not None:
@@ -311,7 +326,7 @@ class Tuner:
         deeper = method, depth + 1
         if not depth or deeper not in costs or work.step - work.deepened_at < self.settings.deepen_every_steps:
             return None
-        tokens = [self.known.tokens(method, n, phase) for n in (depth - 1, depth)]
+        tokens = [self.known.tokens(method, n, phase, work.num_active) for n in (depth - 1, depth)]
         known = self.known.acceptance_of(method.split("+")[-1], phase)
         hoped = tokens[1] + (tokens[1] - tokens[0]) * min(known.rate(depth) + known.bonus(depth), 0.98)
         if hoped / costs[deeper] <= tokens[1] / costs[work.current]:
@@ -326,7 +341,7 @@ class Tuner:
         own = {depth: ms for (name, depth), ms in costs.items() if name == method}
         if work.current not in costs or not own:
             return settings.shortest_interval_steps
-        rate = self.known.tokens(*work.current, phase) / costs[work.current]
+        rate = self.known.tokens(*work.current, phase, work.num_active) / costs[work.current]
         if max((1 + depth) / ms for depth, ms in own.items()) < rate:
             return settings.hopeless_interval_steps
         depth = self._hearing_depth(method, phase, costs)

@@ -32,7 +32,10 @@ class Layout:
 
 
 def layout_numbers(plan: VerifyPlan, pad_to: int) -> list[int]:
-    """slots [R], offsets [R], starts [S], counts [S] of a plan, one after the other."""
+    """slots [R], offsets [R], starts [S], counts [S] of a plan, one after the other.
+
+    Of slots that share fewer rows than they ask for only the counts mean anything: the device lays their rows out.
+    """
     slots: list[int] = []
     offsets: list[int] = []
     starts = [0] * MAX_SLOTS
@@ -42,6 +45,8 @@ def layout_numbers(plan: VerifyPlan, pad_to: int) -> list[int]:
         counts[entry.slot] = 1 + entry.num_drafts
         slots.extend([entry.slot] * (1 + entry.num_drafts))
         offsets.extend(range(1 + entry.num_drafts))
+    if plan.row_budget is not None:
+        slots, offsets = slots[:pad_to], offsets[:pad_to]
     padding = max(0, pad_to - len(slots))
     return [*slots, *([-1] * padding), *offsets, *([0] * padding), *starts, *counts]
 

@@ -63,6 +63,10 @@ class DepthPolicy(Protocol):
         """Whether all drafts of the window that was just chosen are to be verified, whatever they are worth."""
         ...
 
+    def row_budget(self, num_active: int, wanted_rows: int) -> int | None:
+        """Rows of a step whose sequences may share them and ask for so many; None: each draft has its row."""
+        ...
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -358,7 +362,8 @@ class Scheduler:
             spare_rows -= depth
             slots.append(SlotPlan(sequence.slot, sequence.id, drafter, depth, sequence.length_bound_tokens))
             sequence.length_bound_tokens += 1 + depth
-        return VerifyPlan(tuple(slots), MAX_ROWS if shared else None)
+        wanted = sum(1 + slot.num_drafts for slot in slots)
+        return VerifyPlan(tuple(slots), self.policy.row_budget(len(slots), wanted) if shared else None)
 
     def _choice(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
         """(drafter, depth). Drafters' own planes do not follow a sequence that is larger than the device."""

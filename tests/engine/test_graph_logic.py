@@ -6,7 +6,8 @@ Checks keys, layouts, warm-ups and masks. Whether a card's graphs hold what they
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from localspec.api.types import Grammar, Sampling
-from localspec.core.records import MAX_SLOTS, Draft, StepResult, ThinkingRule, VerifyPlan
+from localspec.core.records import MAX_SLOTS, Draft, SlotResult, StepResult, ThinkingRule, VerifyPlan
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine.build import Assembled
+from localspec.engine.confidence import RowBudget
 from localspec.engine.device_step import HostClock, StepNeeds
 from localspec.engine.graphs import GraphStep, _Captured
 from localspec.engine.ring import ResultRing
+from localspec.engine.verify_schedule import VerifySchedule
 from localspec.kernels.backends.reference import ReferenceOps
 from localspec.sampling.grammar import GrammarCompiler
 from tests.helpers.engine import Collected, make_request, token_engine
@@ -100,7 +103,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine(folder: Path, ops: ReferenceOps) -> Any:
     model = load_model(folder, ops)
     setup = DrafterSetup(ops=ops, model=model, num_slots=MAX_SLOTS, context_limit_tokens=LIMIT)
-    return token_engine(model, ops, LIMIT, {"ngram": drafter_module("ngram").tiny(setup)})
+    return token_engine(model, ops, LIMIT, {name: drafter_module(name).tiny(setup) for name in ("mtp", "ngram")})
 
 
 @pytest.fixture
@@ -122,8 +125,10 @@ def plain(folder: Path) -> Iterator[Assembled]:
         yield parts
 
 
-def run(parts: Assembled, compiler: GrammarCompiler, drafter: str, depth: int) -> list[list[int]]:
-    """Four requests at once: free, with a budget, with a grammar, and with both."""
+def run(
+    parts: Assembled, compiler: GrammarCompiler, drafter: str, depth: int | None, rules: Sequence[int] = (0, 1, 2, 3)
+) -> list[list[int]]:
+    """Four requests at once: free, with a budget, with a grammar, and with both; or those of them in `rules`."""
     rule = ThinkingRule(4, THINK, END_THINK, open_at_start=True)
     law = Sampling(temperature=0.9, top_k=40)
     prompt = TOKENIZER.encode("ab12ab12trueab12").ids
@@ -134,7 +139,7 @@ def run(parts: Assembled, compiler: GrammarCompiler, drafter: str, depth: int) -
         (rule, PATTERN),
     ]
     collected = []
-    for index, (thinking, grammar) in enumerate(kinds):
+    for index, (thinking, grammar) in ((index, kinds[index]) for index in rules):
         request = make_request(
             prompt, drafter=drafter, depth=depth, max_tokens=24 + index, sampling=law, seed=index, stop_ids=(END,),
             thinking=thinking, grammar=grammar,
@@ -156,3 +161,32 @@ def test_replays_do_what_calls_do(folder: Path, plain: Assembled, patient: Assem
     for drafter, depth in (("off", 0), ("ngram", 1), ("ngram", 3)):
         assert run(patient, compiler, drafter, depth) == expected
     assert 0 < CpuGraphStep.captures < 120, "nothing was replayed"
+
+
+def test_rows_that_are_shared_by_confidence_change_no_token(
+    folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences, one with a grammar, and a budget of rows below what they ask for that moves from step to step."""
+    compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
+    expected = run(plain, compiler, "off", 0)
+    turns = itertools.cycle((12, 8, 5, 3))
+    budgets: list[int] = []
+    cut: list[int] = []
+    see = VerifySchedule.see
+
+    def rows(self: RowBudget, num_windows: int) -> int:
+        budgets.append(next(turns))
+        return budgets[-1]
+
+    def seen(self: VerifySchedule, result: SlotResult) -> list[float]:
+        cut.append(len(result.offered_by) - result.num_drafted)
+        return see(self, result)
+
+    monkeypatch.setattr(RowBudget, "rows", rows)
+    monkeypatch.setattr(VerifySchedule, "see", seen)
+    monkeypatch.setattr(type(patient.tuner), "choose", lambda self, sequence, num_active: ("mtp", 7))
+    monkeypatch.setattr(type(patient.scheduler), "_may_share", lambda self, sequence: sequence.request.thinking is None)
+    for _ in range(2):
+        found = run(patient, compiler, "auto", None, rules=(0, 2))
+        assert found == [expected[0], expected[2]]
+    assert budgets and max(cut) > 0

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from localspec.api.types import Sampling
-from localspec.core.records import MAX_ROWS, MAX_SLOTS, Draft, GraphKey
+from localspec.core.records import GRAPH_ROWS, MAX_ROWS, MAX_SLOTS, Draft, GraphKey, SlotResult
 from localspec.drafters import DrafterSetup, drafter_module
-from localspec.engine.confidence import Calibration, ExpectedTokens, added_tokens, best_budget
-from localspec.engine.verify_schedule import VerifySchedule, chosen_by_host, cut, layout_rows, share, survivals
+from localspec.engine.confidence import Calibration, ExpectedTokens, RowBudget, added_tokens, best_budget
+from localspec.engine.verify_schedule import VerifySchedule, chosen, cut, layout_rows, share, survivals
 from localspec.runner.inputs import cut_to_draft, layout_numbers
 from tests.engine.test_identity import repeated_prompt
 from tests.engine.tuner_stream import MTP_MS, VERIFY_MS
@@ -57,10 +57,52 @@ def test_one_step_moves_little_and_nothing_overflows() -> None:
     assert 0.99 < known.chance(1.0, 14) <= 1.0 and math.isfinite(known.slope)
 
 
+def window_of(names: tuple[str, ...], confidence: tuple[float, ...], accepted: int, verified: int = 3) -> SlotResult:
+    return SlotResult(
+        slot=0, sequence_id=0, token_ids=(1,), origins=("target",), num_drafted=verified, num_accepted=accepted,
+        drafter="mtp", finish="", drafted_by=names[:verified], offered_by=names, confidence=confidence,
+    )  # fmt: skip
+
+
+def test_what_was_cut_counts_for_the_budget_and_teaches_nothing() -> None:
+    one, other = VerifySchedule(), VerifySchedule()
+    told = one.see(window_of(("mtp",) * 4, (0.9, 0.8, 0.7, 0.6), 1, verified=2))
+    other.see(window_of(("mtp",) * 2, (0.9, 0.8), 1, verified=2))
+    assert len(told) == 4 and one.calibrations == other.calibrations
+    assert one.see(window_of((), (), 0, verified=0)) == []
+
+
+def test_what_a_card_reads_follows_what_is_learnt_in_place() -> None:
+    schedule = VerifySchedule(host_knows=False)
+    before = schedule.weights(("mtp", "ngram"), torch.device("cpu"))
+    kept = [part.clone() for part in before]
+    for _ in range(40):
+        told = schedule.see(window_of(("mtp",) * 3, (0.9, 0.6, 0.8), 0))
+        schedule.see_step([told], [1.0] * 17, 0.1)
+    after = schedule.weights(("mtp", "ngram"), torch.device("cpu"))
+    assert [part.data_ptr() for part in after] == [part.data_ptr() for part in before]
+    assert after[1][0, 0] < kept[1][0, 0] - 0.1 and torch.equal(after[1][1], kept[1][1])
+
+
+def test_the_rows_of_the_next_step_are_a_captured_number_that_pays() -> None:
+    budget = RowBudget(verify_ms=CURVE, draft_ms=0.5)
+    assert budget.rows(4) == MAX_ROWS
+    for _ in range(20):
+        budget.see([[0.95, 0.9, 0.85]] * 4)
+    assert budget.rows(4) == MAX_ROWS
+    for _ in range(60):
+        budget.see([[0.3, 0.05, 0.01]] * 4)
+    assert budget.rows(4) in GRAPH_ROWS and budget.rows(4) < 12
+    for _ in range(3):
+        budget.see([[0.31, 0.06, 0.01]] * 4)
+    assert budget.rows(4) == budget.rows(4) < 12
+    assert budget.rows(2) == MAX_ROWS, "nothing is known of two"
+
+
 def test_the_device_estimates_what_the_host_does() -> None:
     schedule = VerifySchedule()
     for accepted in (0, 2, 1, 3, 0):
-        schedule.see(("mtp",) * 3, (0.9, 0.6, 0.8), accepted)
+        schedule.see(window_of(("mtp",) * 3, (0.9, 0.6, 0.8), accepted))
     draft = draft_of([[0.9, 0.5, 0.99], [], [0.3], [1.0, 0.0]], 3)
     told = survivals(draft, schedule.weights(draft.origin_names, torch.device("cpu")))
     for row, values in enumerate([[0.9, 0.5, 0.99], [], [0.3], [1.0, 0.0]]):
@@ -131,22 +173,22 @@ def test_rows_that_only_the_device_knows_are_laid_out_as_a_plan_lays_them_out() 
         in_step = torch.tensor([slot in slots for slot in range(4)])
         rows = layout_rows(counts, in_step, pad_to)
         numbers = layout_numbers(cut_plan, pad_to)
-        told = {name: values.tolist() for name, values in rows.items()}
-        assert told["slots"] + told["offsets"] == numbers[: 2 * pad_to]
-        assert told["counts"] == numbers[2 * pad_to + 4 :]
+        assert rows.slots.tolist() + rows.offsets.tolist() == numbers[: 2 * pad_to]
+        assert rows.counts.tolist() == numbers[2 * pad_to + 4 :]
         for slot in slots:
-            assert told["starts"][slot] == numbers[2 * pad_to + slot]
+            assert rows.starts[slot] == numbers[2 * pad_to + slot]
 
 
 def test_what_is_cut_is_told() -> None:
     draft = draft_of([[0.9, 0.8, 0.7], [0.6], [], [0.99, 0.98]], 3)
-    schedule = VerifySchedule(verify_ms=[1.0 + 0.4 * rows for rows in range(17)])
-    chosen = chosen_by_host(draft, [0, 1, 3], schedule)
-    assert chosen.num_offered is not None and chosen.num_offered.tolist() == [3, 1, 0, 2]
-    assert chosen.num_drafts.tolist() == [2, 0, 0, 2]
-    assert ((chosen.token_ids >= 0).sum(dim=1) == chosen.num_drafts).all()
+    schedule = VerifySchedule(budget=RowBudget([1.0 + 0.4 * rows for rows in range(17)]))
+    best = chosen(draft, [0, 1, 3], MAX_ROWS, schedule)
+    assert best.num_offered is not None and best.num_offered.tolist() == [3, 1, 0, 2]
+    assert best.num_drafts.tolist() == [2, 0, 0, 2]
+    assert ((best.token_ids >= 0).sum(dim=1) == best.num_drafts).all()
     wide = draft_of([[0.9] * 15] * 4, 15)
-    assert int(chosen_by_host(wide, [0, 1, 2, 3], VerifySchedule()).num_drafts.sum()) == MAX_ROWS - 4
+    assert int(chosen(wide, [0, 1, 2, 3], MAX_ROWS, VerifySchedule()).num_drafts.sum()) == MAX_ROWS - 4
+    assert int(chosen(wide, [0, 1, 3], 8, VerifySchedule(host_knows=False)).num_drafts.sum()) == 8 - 3
     assert cut(draft, torch.tensor([9, 9, 9, 9])).num_drafts.tolist() == [3, 1, 0, 2]
 
 
@@ -230,4 +272,4 @@ def test_scheduled_steps_change_no_token(tmp_path: Path) -> None:
         drafted = sum(drafter.drafted_tokens for drafter in parts.metrics.snapshot().drafters)
         assert drafted > 0, "nothing was drafted, so nothing was tested"
         schedule = parts.loop.stages.drafters.schedule
-        assert schedule is not None and schedule.verify_ms and schedule.calibrations
+        assert schedule is not None and schedule.budget.verify_ms and schedule.calibrations

@@ -21,6 +21,9 @@ class FixedDepth:
     def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
         return "ngram", self.depth
 
+    def row_budget(self, num_active: int, wanted_rows: int) -> int | None:
+        return 16
+
     def wants_all(self, sequence: Sequence) -> bool:
         return sequence.request.depth is not None
 
