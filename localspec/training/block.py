@@ -20,13 +20,23 @@ from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_
 from localspec.drafters.dspark import read_head_shape
 from localspec.training.answers import Batch
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss, start_from_target
-from localspec.training.parts import GatedMlp, Matrix, RmsNorm, ScaledMatrix, attend, in_heads, initialise, rotate
+from localspec.training.parts import (
+    START_DEVIATION,
+    GatedMlp,
+    Matrix,
+    RmsNorm,
+    ScaledMatrix,
+    attend,
+    in_heads,
+    initialise,
+    rotate,
+)
 from localspec.training.target import Hiddens, Target
 
 START_SCALE = 0.25
 """Of the final norm, relative to the target's: less certain than the target at the start."""
-ROW_WEIGHT = 0.8
-"""Weight of each further position of a block, relative to the one before it."""
+ROW_WEIGHT = 0.6
+"""Weight of each further position of a block, relative to the one before it: about as often as a draft gets there."""
 CONFIDENCE_WEIGHT = 0.1
 KNOWN_HEAD = ("vanilla", True, True)
 MEASURED_BLOCKS = 64
@@ -121,10 +131,13 @@ class TrainableBlock:
         self.net = BlockModule(shape, vocabulary, 0 if head is None else head.rank)
         self.module: nn.Module = self.net
         initialise(self.net, seed)
-        self._teacher = Teacher(target, vocabulary)
+        self.teacher = Teacher(target, vocabulary)
         into = (self.net.lm_head.weight, self.net.norm.weight, self.net.fc.weight)
-        start_from_target(target, self._teacher, into, START_SCALE)
+        start_from_target(target, self.teacher, into, START_SCALE)
         if head is not None:
+            # Rows of length one: from smaller ones the head would need most of a training to say anything.
+            with torch.no_grad():
+                self.net.markov_head.markov_w1.weight.mul_(head.rank**-0.5 / START_DEVIATION)
             nn.init.zeros_(self.net.markov_head.markov_w2.weight)
         self.net.to(target.device)
         self._inv_freq = shape.inv_freq.to(target.device)
@@ -186,17 +199,17 @@ class TrainableBlock:
         start = torch.arange(batch.tokens.shape[0], device=guessed.device)[:, None, None] * length
         kept = inside.flatten().nonzero()[:, 0]
         label_rows = (guessed.clamp(max=length - 1) + start).flatten()[kept]
-        law = self._teacher.law(batch, hiddens, label_rows)
+        law = self.teacher.law(batch, hiddens, label_rows)
         tokens = batch.tokens.flatten()
         hidden = self.hidden(batch.tokens, hiddens.taps, places.anchors, block)[:, :, self.first_row :]
         hidden = hidden.flatten(0, 2)[kept]
         logits = self.logits(hidden, tokens[label_rows - 1])
         column = (rows - self.first_row).expand_as(guessed).flatten()[kept]
-        weights = self._teacher.weights(tokens[label_rows]) * ROW_WEIGHT**column
+        weights = self.teacher.weights(tokens[label_rows]) * ROW_WEIGHT**column
         value = soft_loss(logits, law, weights) * (len(rows) / float(sum(ROW_WEIGHT**k for k in range(len(rows)))))
         parts = {"drafts": value.detach()}
         if self.kind == "dspark":
-            right = self._teacher.are_said(logits.argmax(dim=1), tokens[label_rows])
+            right = self.teacher.are_said(logits.argmax(dim=1), tokens[label_rows])
             confidence = self._confidence(hidden, tokens[label_rows - 1])
             doubt = functional.binary_cross_entropy_with_logits(confidence, right.float())
             parts["confidence"] = doubt.detach()
@@ -244,7 +257,7 @@ class TrainableBlock:
             flat = places.clamp(max=length - 1).flatten(1)
             labels, previous = tokens.gather(1, flat), tokens.gather(1, (flat - 1).clamp(min=0))
             said = self.logits(hidden, previous.view_as(places)).argmax(dim=-1)
-            right = self._teacher.are_said(said, labels.view_as(places)) & inside
+            right = self.teacher.are_said(said, labels.view_as(places)) & inside
             found[:, begin : begin + anchors.shape[1], :drafts] = right
         return found
 

@@ -87,6 +87,36 @@ class Loss:
     parts: Mapping[str, Tensor]
 
 
+class Teacher:
+    """The target's law over the draft's vocabulary at the rows that are to be guessed."""
+
+    def __init__(self, target: Target, vocabulary: DraftVocabulary) -> None:
+        ids = None if vocabulary.ids is None else vocabulary.ids.to(target.device)
+        self._head = target.head_rows(ids)
+        self.ids = ids
+        said = vocabulary.is_said.to(target.device)
+        self._said = said
+        self.to_draft = torch.cumsum(said, 0) - 1
+        """[V] int64 draft id of each target id that is said."""
+        self.sharpness = 1.0
+        """The law is raised to this power: above 1, its first choice counts for more."""
+
+    @torch.no_grad()
+    def law(self, batch: Batch, hiddens: Hiddens, label_rows: Tensor) -> Tensor:
+        """[N, n] probabilities for the tokens at label_rows [N] of the flattened batch, in the hiddens' dtype."""
+        rows = hiddens.final.flatten(0, 1)[label_rows - 1]
+        logits = torch.nn.functional.linear(rows, self._head)
+        return (logits * self.sharpness).softmax(dim=-1, dtype=torch.float32).to(hiddens.final.dtype)
+
+    def weights(self, labels: Tensor) -> Tensor:
+        """[N] float32: 0 for tokens that the draft cannot say, else 1."""
+        return self._said[labels].float()
+
+    def are_said(self, drafts: Tensor, tokens: Tensor) -> Tensor:
+        """Whether draft ids [...] are the target's tokens [...]."""
+        return (drafts if self.ids is None else self.ids[drafts]) == tokens
+
+
 class TrainableDrafter(Protocol):
     """What differs between kinds of drafters. `module` holds the parameters under their checkpoint names."""
 
@@ -96,6 +126,7 @@ class TrainableDrafter(Protocol):
     prefix: str
     """What stands before the parameters' names in a file."""
     vocabulary: DraftVocabulary
+    teacher: Teacher
     config: dict[str, Any]
     """config.json in the standard layout of its kind, without the form of the weights."""
 
@@ -111,34 +142,6 @@ class TrainableDrafter(Protocol):
         """[B, T, depth] bool: whether draft k behind the newest token at j is tokens[j + 1 + k], the ones before it
         being right."""
         ...
-
-
-class Teacher:
-    """The target's law over the draft's vocabulary at the rows that are to be guessed."""
-
-    def __init__(self, target: Target, vocabulary: DraftVocabulary) -> None:
-        ids = None if vocabulary.ids is None else vocabulary.ids.to(target.device)
-        self._head = target.head_rows(ids)
-        self.ids = ids
-        said = vocabulary.is_said.to(target.device)
-        self._said = said
-        self.to_draft = torch.cumsum(said, 0) - 1
-        """[V] int64 draft id of each target id that is said."""
-
-    @torch.no_grad()
-    def law(self, batch: Batch, hiddens: Hiddens, label_rows: Tensor) -> Tensor:
-        """[N, n] probabilities for the tokens at label_rows [N] of the flattened batch, in the hiddens' dtype."""
-        rows = hiddens.final.flatten(0, 1)[label_rows - 1]
-        logits = torch.nn.functional.linear(rows, self._head)
-        return logits.softmax(dim=-1, dtype=torch.float32).to(hiddens.final.dtype)
-
-    def weights(self, labels: Tensor) -> Tensor:
-        """[N] float32: 0 for tokens that the draft cannot say, else 1."""
-        return self._said[labels].float()
-
-    def are_said(self, drafts: Tensor, tokens: Tensor) -> Tensor:
-        """Whether draft ids [...] are the target's tokens [...]."""
-        return (drafts if self.ids is None else self.ids[drafts]) == tokens
 
 
 def start_from_target(target: Target, teacher: Teacher, into: tuple[Tensor, Tensor, Tensor], norm_share: float) -> None:
@@ -171,9 +174,25 @@ def chain_matches(
 
 def soft_loss(logits: Tensor, law: Tensor, weights: Tensor) -> Tensor:
     """Cross entropy [N, n] against the teacher's law [N, n], weighted by [N], mean over all rows."""
-    logits = logits.float()
-    losses = logits.logsumexp(dim=1) - (logits * law).sum(dim=1)
-    return (losses * weights).sum() / max(1, losses.shape[0])
+    return _SoftLoss.apply(logits, law, weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _SoftLoss(torch.autograd.Function):
+    """Keeps nothing of the size of the logits but themselves: several steps of a chain stand in memory together."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, law: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, law, weights)
+        mass = law.sum(dim=1, dtype=torch.float32)
+        losses = mass * logits.float().logsumexp(dim=1) - (logits * law).sum(dim=1, dtype=torch.float32)
+        return (losses * weights).sum() / max(1, losses.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, law, weights = ctx.saved_tensors
+        found = logits.softmax(dim=1, dtype=torch.float32).sub_(law)
+        found.mul_((gradients[0] * weights / max(1, logits.shape[0]))[:, None])
+        return found.to(logits.dtype), None, None
 
 
 @dataclass

@@ -30,8 +30,8 @@ from localspec.training.target import Hiddens, Target
 TRAINED_STEPS = 4
 START_SCALE = 0.5
 """Of the final norm, relative to the target's: less certain than the target at the start."""
-STEP_WEIGHT = 0.85
-"""Weight of each further step of the chain, relative to the one before it."""
+STEP_WEIGHT = 0.6
+"""Weight of each further step of the chain, relative to the one before it: about as often as a chain gets there."""
 
 
 class _Attention(nn.Module):
@@ -88,9 +88,9 @@ class TrainableEagle3:
         self.net = Eagle3Module(shape, vocabulary.size)
         self.module: nn.Module = self.net
         initialise(self.net, seed)
-        self._teacher = Teacher(target, vocabulary)
+        self.teacher = Teacher(target, vocabulary)
         into = (self.net.lm_head.weight, self.net.norm.weight, self.net.fc.weight)
-        start_from_target(target, self._teacher, into, START_SCALE)
+        start_from_target(target, self.teacher, into, START_SCALE)
         self.net.to(target.device)
         self._inv_freq = shape.inv_freq.to(target.device)
 
@@ -133,8 +133,8 @@ class TrainableEagle3:
     def loss(self, batch: Batch, hiddens: Hiddens, generator: torch.Generator) -> Loss:
         """Mean over the steps, later ones weighing less."""
         del generator
-        law = self._teacher.law(batch, hiddens, batch.label_rows)
-        weights = self._teacher.weights(batch.labels)
+        law = self.teacher.law(batch, hiddens, batch.label_rows)
+        weights = self.teacher.weights(batch.labels)
         column = batch.label_rows % batch.tokens.shape[1]
         total = law.new_zeros((), dtype=torch.float32)
         parts: dict[str, Tensor] = {}
@@ -157,7 +157,7 @@ class TrainableEagle3:
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
         """See `TrainableDrafter.matches`."""
-        return chain_matches(self._teacher, batch.tokens, self.unroll(batch.tokens, hiddens.taps, depth), self.logits)
+        return chain_matches(self.teacher, batch.tokens, self.unroll(batch.tokens, hiddens.taps, depth), self.logits)
 
 
 def eagle3_config(sizes: DrafterSizes, layer_outputs: tuple[int, ...], vocabulary: DraftVocabulary) -> dict[str, Any]:

@@ -62,7 +62,9 @@ def drafter_tensors(drafter: TrainableDrafter, form: Form) -> dict[str, Tensor]:
             tensors |= dict(zip((stored, f"{stored}_scale", f"{stored}_scale_2"), parts, strict=True))
         else:
             tensors[stored] = value.to(torch.bfloat16)
-    if drafter.vocabulary.ids is not None:
+    if drafter.vocabulary.ids is not None and drafter.kind == "mtp":
+        tensors[f"{drafter.prefix}draft_ids"] = drafter.vocabulary.ids
+    elif drafter.vocabulary.ids is not None:
         tensors["d2t"] = drafter.vocabulary.offsets
         tensors["t2d"] = drafter.vocabulary.is_said
     return tensors

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
+from localspec.drafters.mtp import PREFIX
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint, read_config
 from localspec.training.block import TrainableBlock
 from localspec.training.drafting import DraftVocabulary, TrainableDrafter
 from localspec.training.eagle3 import TrainableEagle3
 from localspec.training.export import Form
+from localspec.training.mtp import TrainableMtp
 from localspec.training.parts import Matrix, ScaledMatrix
 from localspec.training.target import Target
 
-LOADED_KINDS = ("eagle3", "dflash", "dspark")
+LOADED_KINDS = ("eagle3", "dflash", "dspark", "mtp")
 
 
 def load_drafter(kind: str, folder: Path, target: Target) -> tuple[TrainableDrafter, Form]:
@@ -40,14 +42,18 @@ def load_drafter(kind: str, folder: Path, target: Target) -> tuple[TrainableDraf
 
 def _make(kind: str, config: Mapping[str, Any], checkpoint: FolderCheckpoint, target: Target) -> TrainableDrafter:
     ids = None
-    if checkpoint.has("d2t"):
+    if kind == "mtp" and checkpoint.has(f"{PREFIX}draft_ids"):
+        ids = checkpoint.vector(f"{PREFIX}draft_ids").to(torch.int64)
+    elif checkpoint.has("d2t"):
         offsets = checkpoint.vector("d2t").to(torch.int64)
         ids = offsets + torch.arange(offsets.shape[0])
-        if not bool(((ids >= 0) & (ids < target.vocab_size)).all()):
-            raise ValueError(f"d2t leads to ids beyond the target's vocabulary of {target.vocab_size}")
+    if ids is not None and not bool(((ids >= 0) & (ids < target.vocab_size)).all()):
+        raise ValueError(f"the draft's ids lead beyond the target's vocabulary of {target.vocab_size}")
     vocabulary = DraftVocabulary(ids, target.vocab_size)
     if kind == "eagle3":
         return TrainableEagle3(config, target, vocabulary, 0)
+    if kind == "mtp":
+        return TrainableMtp(config, target, 0, vocabulary)
     made = TrainableBlock(config, target, vocabulary, 0)
     if made.kind != kind:
         raise ValueError(f"the folder holds a {made.kind} drafter, not {kind}")
@@ -58,7 +64,8 @@ def _fill(drafter: TrainableDrafter, checkpoint: FolderCheckpoint) -> None:
     parts = {f"{name}.weight": part for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
     with torch.no_grad():
         for name, parameter in drafter.module.named_parameters():
-            found = checkpoint.weight(name).dequantise() if name in parts else checkpoint.vector(name)
+            stored = f"{drafter.prefix}{name}"
+            found = checkpoint.weight(stored).dequantise() if name in parts else checkpoint.vector(stored)
             if found.shape != parameter.shape:
                 raise ValueError(f"{name} has shape {tuple(found.shape)}, the config asks for {tuple(parameter.shape)}")
             parameter.copy_(found)

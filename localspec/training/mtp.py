@@ -1,4 +1,8 @@
-"""The multi-token-prediction block of Qwen3.5 checkpoints in training, unrolled on its own output like EAGLE-3."""
+"""The multi-token-prediction block of Qwen3.5 checkpoints in training, unrolled on its own output like EAGLE-3.
+
+For a hybrid it is the block of its own checkpoint and drafts with the target's head. Dense models can have one too, in
+a folder of its own with a config that says its sizes, and with a head of fewer rows (`draft_head`, `draft_ids`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from torch.nn import functional
 
 from localspec.drafters.mtp import PREFIX, MtpShape, shape_of
 from localspec.training.answers import Batch
-from localspec.training.drafting import DraftVocabulary, Loss, Teacher, chain_matches, soft_loss
-from localspec.training.eagle3 import STEP_WEIGHT, TRAINED_STEPS, chain_mask
+from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, chain_matches, soft_loss
+from localspec.training.eagle3 import START_SCALE, STEP_WEIGHT, TRAINED_STEPS, chain_mask
 from localspec.training.hybrid import GatedAttention
 from localspec.training.parts import GatedMlp, Matrix, RmsNorm, attend, initialise
 from localspec.training.target import Hiddens, Target
@@ -31,9 +35,11 @@ class _Layer(nn.Module):
 class MtpModule(nn.Module):
     """Parameters under the names behind `mtp.`."""
 
-    def __init__(self, shape: MtpShape) -> None:
+    def __init__(self, shape: MtpShape, head_rows: int) -> None:
         super().__init__()
         hidden, eps = shape.attention.hidden_size, shape.attention.norm_eps
+        if head_rows:
+            self.draft_head = Matrix(head_rows, hidden)
         self.fc = Matrix(hidden, 2 * hidden)
         self.pre_fc_norm_embedding = RmsNorm(hidden, eps, plus_one=True)
         self.pre_fc_norm_hidden = RmsNorm(hidden, eps, plus_one=True)
@@ -42,28 +48,41 @@ class MtpModule(nn.Module):
 
 
 class TrainableMtp:
-    """Meets `TrainableDrafter`; embedding and head are the target's and stay as they are."""
+    """Meets `TrainableDrafter`; the embedding is the target's and stays as it is, so does a head of all tokens."""
 
     kind = "mtp"
     prefix = PREFIX
     layer_outputs: tuple[int, ...] = ()
 
-    def __init__(self, config: Mapping[str, Any], target: Target, seed: int) -> None:
-        """config: of the target. Raises ValueError if it describes no model that can carry such a block."""
+    def __init__(
+        self, config: Mapping[str, Any], target: Target, seed: int, vocabulary: DraftVocabulary | None = None
+    ) -> None:
+        """config: of a hybrid target, or of `mtp_config`; vocabulary: of a head of its own, None for the target's.
+
+        Raises ValueError if the config describes no such block or does not fit the target.
+        """
         # The block is a file of its own beside a config that says how to read it; the target's form is not its form.
         self.config = {key: value for key, value in config.items() if key != "quantization_config"}
         self.shape = shape_of(config)
         self._target = target
-        self.vocabulary = DraftVocabulary(None, target.vocab_size)
-        self.net = MtpModule(self.shape)
+        if self.shape.attention.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the mtp block has hidden size {self.shape.attention.hidden_size}, the target {target.hidden_size}"
+            )
+        self.vocabulary = vocabulary or DraftVocabulary(None, target.vocab_size)
+        own_head = self.vocabulary.ids is not None
+        self.net = MtpModule(self.shape, self.vocabulary.size if own_head else 0)
         self.module: nn.Module = self.net
         initialise(self.net, seed)
         with torch.no_grad():
             hidden = target.hidden_size
             self.net.fc.weight[:, hidden:] += torch.eye(hidden)
-            self.net.norm.weight.copy_(target.norm_scale() - 1.0)
+            self.net.norm.weight.copy_((START_SCALE if own_head else 1.0) * target.norm_scale() - 1.0)
+        self.teacher = Teacher(target, self.vocabulary)
+        if own_head:
+            with torch.no_grad():
+                self.net.draft_head.weight.copy_(target.head_rows(self.teacher.ids))
         self.net.to(target.device)
-        self._teacher = Teacher(target, self.vocabulary)
         self._inv_freq = self.shape.inv_freq.to(target.device)
 
     def unroll(self, tokens: Tensor, final: Tensor, steps: int) -> list[Tensor]:
@@ -91,13 +110,16 @@ class TrainableMtp:
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """[..., D] -> [..., n]."""
+        if self.vocabulary.ids is not None:
+            return self.net.draft_head.multiply(hidden)
         return functional.linear(hidden, self._target.head_rows(None).to(hidden.dtype))
 
     def loss(self, batch: Batch, hiddens: Hiddens, generator: torch.Generator) -> Loss:
         """Mean over the steps, later ones weighing less."""
         del generator
-        law = self._teacher.law(batch, hiddens, batch.label_rows)
+        law = self.teacher.law(batch, hiddens, batch.label_rows)
+        weights = self.teacher.weights(batch.labels)
         column = batch.label_rows % batch.tokens.shape[1]
         total = law.new_zeros((), dtype=torch.float32)
         parts: dict[str, Tensor] = {}
@@ -105,7 +127,7 @@ class TrainableMtp:
         for step, hidden in enumerate(self.unroll(batch.tokens, hiddens.final, TRAINED_STEPS)):
             begun = column - step - 2
             rows = hidden.flatten(0, 1)[batch.label_rows - step - 2 - begun.clamp(max=0)]
-            loss = soft_loss(self.logits(rows), law, (begun >= 0).float())
+            loss = soft_loss(self.logits(rows), law, weights * (begun >= 0))
             parts[f"step {step}"] = loss.detach()
             total = total + shares[step] * loss
         return Loss(total / sum(shares), parts)
@@ -116,4 +138,24 @@ class TrainableMtp:
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
         """See `TrainableDrafter.matches`."""
-        return chain_matches(self._teacher, batch.tokens, self.unroll(batch.tokens, hiddens.final, depth), self.logits)
+        return chain_matches(self.teacher, batch.tokens, self.unroll(batch.tokens, hiddens.final, depth), self.logits)
+
+
+def mtp_config(sizes: DrafterSizes, vocabulary: DraftVocabulary, max_context_tokens: int) -> dict[str, Any]:
+    """config.json of a block for a dense target: one full-attention layer of the Qwen3.5 text architecture."""
+    made = {**sizes.as_config(), "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_theta}}
+    made["rope_parameters"]["partial_rotary_factor"] = 1.0
+    del made["rope_theta"]
+    return {
+        "architectures": ["Qwen3_5MtpBlock"],
+        "model_type": "qwen3_5_text",
+        **made,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": max_context_tokens,
+        "vocab_size": vocabulary.vocab_size,
+        "tie_word_embeddings": True,
+    }

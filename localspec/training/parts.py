@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from localspec.kernels.nvfp4_pack import BLOCK, quantise_nvfp4
+from localspec.kernels.nvfp4_pack import BLOCK, E4M3_MAX
 
 START_DEVIATION = 0.02
+SMALLEST_SCALE = 2.0**-9
+"""Of a block, the least that e4m3 holds."""
 
 
 class Matrix(nn.Module):
@@ -24,6 +26,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, columns))
         self.rounded = False
+        self._nearest: tuple[tuple[int, bool], Tensor] | None = None
 
     @property
     def can_round(self) -> bool:
@@ -34,7 +37,11 @@ class Matrix(nn.Module):
         """[N, K]: what is multiplied by."""
         if not (self.rounded and self.can_round):
             return self.weight
-        return _Rounded.apply(self.weight)  # type: ignore[no-untyped-call, no-any-return]
+        # A chain multiplies by the same matrix at every step: it is rounded once for each value that it takes.
+        key = (self.weight._version, torch.is_grad_enabled())
+        if self._nearest is None or self._nearest[0] != key:
+            self._nearest = key, _Rounded.apply(self.weight)  # type: ignore[no-untyped-call]
+        return self._nearest[1]
 
     def multiply(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -85,12 +92,27 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, weight: Tensor) -> Tensor:
         del ctx
-        return quantise_nvfp4(weight.detach(), "max").dequantise()
+        return nearest_nvfp4(weight.detach())
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:
         del ctx
         return gradients[0]
+
+
+def nearest_nvfp4(weight: Tensor) -> Tensor:
+    """[N, K] float32 -> the values that `quantise_nvfp4(weight, "max")` stands for, without waiting for the device."""
+    blocks = weight.reshape(weight.shape[0], -1, BLOCK)
+    whole = blocks.abs().amax() / (6.0 * E4M3_MAX)
+    whole = torch.where(whole > 0, whole, torch.ones_like(whole))
+    blocks = blocks / whole
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / 6.0
+    scale = scale.clamp(SMALLEST_SCALE, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    ratio = (blocks / scale).abs()
+    # Steps of 0.5 below 2, of 1 below 4, then of 2; ties go to the even code as in the stored form.
+    step = torch.where(ratio < 2, 0.5, torch.where(ratio < 4, 1.0, 2.0))
+    nearest = ((ratio / step).round_() * step).clamp_(max=6.0).copysign(blocks)
+    return (nearest * scale * whole).view_as(weight)
 
 
 class RmsNorm(nn.Module):
@@ -124,9 +146,19 @@ class GatedMlp(nn.Module):
 
 def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """x [B, T, H, D], positions [B, T] or [1, T] -> the first 2 * len(inv_freq) dims turned to their positions."""
+    return turn(x, rotation(positions, inv_freq, x.dtype))
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [B, T] or [1, T] -> cosines and sines [B, T, 1, len(inv_freq)]."""
     angles = positions.float()[:, :, None, None] * inv_freq
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    half = inv_freq.shape[0]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turn(x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, T, H, D] rotated by what `rotation` gave."""
+    cos, sin = by
+    half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

@@ -17,8 +17,9 @@ from localspec.training.drafting import DrafterSizes, DraftVocabulary, Trainable
 from localspec.training.eagle3 import TrainableEagle3, eagle3_config
 from localspec.training.export import Form, export
 from localspec.training.hybrid import HybridTarget, load_hybrid
+from localspec.training.kept import KeptHiddens
 from localspec.training.loading import load_drafter
-from localspec.training.mtp import TrainableMtp
+from localspec.training.mtp import TrainableMtp, mtp_config
 from localspec.training.target import DENSE_TYPES, DenseTarget, Target
 from localspec.training.trainer import Report, Trainer, TrainPlan
 
@@ -38,7 +39,7 @@ class Recipe:
     seconds: float = 0.0
     seed: int = 0
     form: Form = "bf16"
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int = 16384
     num_layers: int = 2
     block_size: int = 8
     markov_rank: int = 32
@@ -50,6 +51,12 @@ class Recipe:
     measure_every: int = 200
     save_every: int = 200
     depth: int = 4
+    intermediate_size: int = 0
+    """Of the drafter's MLP; 0: the target's."""
+    sharpness: float = 1.0
+    """See `Teacher.sharpness`."""
+    rounding_from: float = 0.75
+    """Share of the steps after which a drafter of the form nvfp4 is trained rounded."""
     start_from: str = ""
     """Folder of a drafter of this kind to go on from; empty: from the target's head and random layers."""
 
@@ -82,10 +89,12 @@ def make_drafter(
 ) -> TrainableDrafter:
     """An untrained drafter. config: of the target. Raises ValueError for a kind that does not fit the target."""
     if recipe.kind == "mtp":
-        if config.get("model_type") != "qwen3_5":
-            raise ValueError("an mtp block belongs to qwen3_5 models; train eagle3 for others")
-        return TrainableMtp(config, target, recipe.seed)
-    sizes = drafter_sizes(config)
+        if config.get("model_type") == "qwen3_5":
+            return TrainableMtp(config, target, recipe.seed)
+        context_tokens = ConfigReader(config).integer("max_position_embeddings", 1 << 15)
+        block = mtp_config(_sizes(recipe, config), vocabulary, context_tokens)
+        return TrainableMtp(block, target, recipe.seed, vocabulary)
+    sizes = _sizes(recipe, config)
     if recipe.kind == "eagle3":
         count = target.num_layers
         # The usual three of the layout, but the last as late as other engines can still hand it out.
@@ -112,6 +121,11 @@ def block_taps(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + place * (last - first) / 2) for place in range(3)}))
 
 
+def _sizes(recipe: Recipe, config: Mapping[str, Any]) -> DrafterSizes:
+    sizes = drafter_sizes(config)
+    return replace(sizes, intermediate_size=recipe.intermediate_size or sizes.intermediate_size)
+
+
 def drafter_sizes(config: Mapping[str, Any]) -> DrafterSizes:
     """A layer like the target's own, so that embedding and head are shared."""
     text = config.get("text_config") or config
@@ -129,34 +143,42 @@ def drafter_sizes(config: Mapping[str, Any]) -> DrafterSizes:
     )
 
 
-def _vocabulary(recipe: Recipe, target: Target, store: AnswerStore) -> DraftVocabulary:
-    size = recipe.draft_vocab_size
-    if recipe.kind == "mtp" or not 0 < size < target.vocab_size:
+def draft_vocabulary(recipe: Recipe, target: Target, config: Mapping[str, Any], store: AnswerStore) -> DraftVocabulary:
+    """The tokens that the drafter of a recipe can say."""
+    size, own_block = recipe.draft_vocab_size, recipe.kind == "mtp" and config.get("model_type") == "qwen3_5"
+    if own_block or not 0 < size < target.vocab_size:
         return DraftVocabulary(None, target.vocab_size)
     return DraftVocabulary.most_used(store, target.vocab_size, size, recipe.stop_ids)
 
 
 def train(
-    recipe: Recipe, target: Target, config: Mapping[str, Any], store: AnswerStore, folder: Path, report: Report
+    recipe: Recipe,
+    target: Target,
+    config: Mapping[str, Any],
+    store: AnswerStore,
+    folder: Path,
+    report: Report,
+    kept: KeptHiddens | None = None,
 ) -> Trained:
-    """Train in `folder`, going on from its checkpoint, and write the drafter there.
+    """Train in `folder`, going on from its checkpoint, and write the drafter there. kept: see `Trainer`.
 
     Raises ValueError where answers are missing or the kind does not fit, OSError where the folder cannot be written.
     """
     if recipe.start_from:
         drafter, _ = load_drafter(recipe.kind, Path(recipe.start_from), target)
     else:
-        drafter = make_drafter(recipe, target, config, _vocabulary(recipe, target, store))
+        drafter = make_drafter(recipe, target, config, draft_vocabulary(recipe, target, config, store))
+    drafter.teacher.sharpness = recipe.sharpness
     plan = TrainPlan(
         steps=recipe.steps,
         batches=BatchPlan(recipe.tokens_per_batch, recipe.max_tokens, recipe.seed),
         learning_rate=recipe.learning_rate,
-        rounding_from=0.8 if recipe.form == "nvfp4" else None,
+        rounding_from=recipe.rounding_from if recipe.form == "nvfp4" else None,
         measure_every=recipe.measure_every,
         save_every=recipe.save_every,
         depth=recipe.depth,
     )
-    trainer = Trainer(drafter, target, store, plan, folder)
+    trainer = Trainer(drafter, target, store, plan, folder, kept)
     if not recipe.steps:
         trainer.plan = plan = replace(plan, steps=max(20, int(recipe.seconds / trainer.seconds_a_step())))
         report(f"{plan.steps} steps fit into {recipe.seconds:.0f} s")

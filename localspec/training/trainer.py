@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from localspec.storage.safetensors import SafetensorsFile, TensorItem, write_safetensors
-from localspec.training.answers import AnswerStore, BatchPlan, epoch_batches
+from localspec.training.answers import AnswerStore, Batch, BatchPlan, epoch_batches
 from localspec.training.drafting import Tally, TrainableDrafter, walk
+from localspec.training.kept import KeptHiddens
 from localspec.training.parts import set_rounding
 from localspec.training.target import Hiddens, Target
 
@@ -73,9 +74,17 @@ class Trainer:
     """One run in a folder."""
 
     def __init__(
-        self, drafter: TrainableDrafter, target: Target, store: AnswerStore, plan: TrainPlan, folder: Path
+        self,
+        drafter: TrainableDrafter,
+        target: Target,
+        store: AnswerStore,
+        plan: TrainPlan,
+        folder: Path,
+        kept: KeptHiddens | None = None,
     ) -> None:
-        """Raises ValueError if there is nothing to train on or to measure with."""
+        """kept: of this store, None to let the target read every batch. Raises ValueError if there is nothing to train
+        on or to measure with."""
+        self._kept = kept
         self.drafter, self.target, self.store, self.plan, self.folder = drafter, target, store, plan, folder
         self._train, self.held_out = store.select(held_out=False), store.select(held_out=True, greedy=True)
         if not len(self._train) or not len(self.held_out):
@@ -199,14 +208,20 @@ class Trainer:
         return json.dumps(config, sort_keys=True)
 
     def _backward(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = self.store.batch(self._entries(step), self.plan.batches.max_tokens, self.target.device)
+        entries = self._entries(step)
         generator = torch.Generator().manual_seed(self.plan.batches.seed * 1_000_003 + step)
         self._optimiser.zero_grad(set_to_none=True)
         with self._autocast():
-            hiddens = self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
+            batch, hiddens = self._read(entries)
             loss = self.drafter.loss(batch, hiddens, generator)
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss.value.detach(), dict(loss.parts)
+
+    def _read(self, entries: list[int]) -> tuple[Batch, Hiddens]:
+        if self._kept is not None:
+            return self._kept.batch(entries, self.drafter.layer_outputs)
+        batch = self.store.batch(entries, self.plan.batches.max_tokens, self.target.device)
+        return batch, self.target.hiddens(batch.tokens, self.drafter.layer_outputs)
 
     def _examples(self) -> Hiddens:
         """Of the first few training answers."""

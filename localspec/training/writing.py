@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from localspec.training.answers import Answer
-from localspec.training.target import DenseTarget, KeyValues
+from localspec.training.target import COLUMNS, DenseTarget, KeyValues
 
 CHECK_STEPS = 16
 """Steps between two looks at which sequences are done: each look waits for the device."""
@@ -89,13 +89,15 @@ def _write_group(
     tokens = tokens.to(target.device)
     first = torch.tensor([width - len(prompt.token_ids) for prompt in group], device=target.device)
     greedy = torch.tensor([prompt.greedy for prompt in group], device=target.device)
-    length = width + limits.max_answer_tokens
+    # Asked for once and whenever rows go: every such question waits for the device.
+    drawn = (~greedy).nonzero()[:, 0]
+    length = -(-(width + limits.max_answer_tokens) // COLUMNS) * COLUMNS
     cache = KeyValues(target.sizes, len(group), length, (target.device, target.dtype))
     step_rows = max(1, PREFILL_TOKENS // width)
     parts = [slice(begin, min(begin + step_rows, len(group))) for begin in range(0, len(group), step_rows)]
     read = [target.read_prompts(tokens[part], first[part], cache, part) for part in parts]
-    first_rows = zip(parts, read, strict=True)
-    found = torch.cat([_drawn(logits, greedy[part], limits, generator) for part, logits in first_rows])
+    found = _drawn(torch.cat(read), drawn, limits, generator)
+    del read
     written = torch.full((len(group), limits.max_answer_tokens), -1, dtype=torch.int64, device=target.device)
     rows = torch.arange(len(group), device=target.device)
     done = torch.zeros(len(group), dtype=torch.bool, device=target.device)
@@ -110,15 +112,15 @@ def _write_group(
                 kept = (~done).nonzero()[:, 0]
                 cache.keep(kept, width + step)
                 rows, found, first, greedy, done = (each[kept] for each in (rows, found, first, greedy, done))
+                drawn = (~greedy).nonzero()[:, 0]
         if step + 1 < limits.max_answer_tokens:
-            found = _drawn(target.decode(found, width + step, first, cache), greedy, limits, generator)
+            found = _drawn(target.decode(found, width + step, first, cache), drawn, limits, generator)
     return [[token for token in row if token >= 0] for row in written.tolist()]
 
 
-def _drawn(logits: Tensor, greedy: Tensor, limits: WritingLimits, generator: torch.Generator) -> Tensor:
-    """logits [B, V] float32 -> [B] int64."""
+def _drawn(logits: Tensor, drawn: Tensor, limits: WritingLimits, generator: torch.Generator) -> Tensor:
+    """logits [B, V] float32 -> [B] int64: the likeliest, or at the rows `drawn` [b] int64 one by chance."""
     best = logits.argmax(dim=1)
-    drawn = (~greedy).nonzero()[:, 0]
     if not len(drawn):
         return best
     weights = (logits[drawn] / limits.temperature).softmax(dim=1)

@@ -14,12 +14,13 @@ from localspec.training.answers import AnswerStore
 from localspec.training.block import BlockChoices, TrainableBlock, block_config
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, TrainableDrafter
 from localspec.training.eagle3 import TrainableEagle3, eagle3_config
+from localspec.training.mtp import TrainableMtp, mtp_config
 from localspec.training.target import DenseTarget
 from localspec.training.writing import Prompt, WritingLimits, write_answers
 from tests.helpers.models import load_model, random_checkpoint
 
 CPU = torch.device("cpu")
-KINDS = ("eagle3", "dflash", "dspark")
+KINDS = ("eagle3", "dflash", "dspark", "mtp")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def drafter(kind: str, target: TinyTarget, ids: Sequence[int] | None = None, see
     model = target.dense
     vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), model.vocab_size)
     sizes = DrafterSizes(model.hidden_size, 48, 4, 2, 16, 1e-5, 10000.0)
+    if kind == "mtp":
+        return TrainableMtp(mtp_config(sizes, vocabulary, 4096), model, seed, vocabulary)
     taps = (0, model.num_layers - 1)
     if kind == "eagle3":
         return TrainableEagle3(eagle3_config(sizes, taps, vocabulary), model, vocabulary, seed)

@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_refused(target: TinyTarget, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="holds a dflash drafter"):
         load_drafter("dspark", tmp_path, target.dense)
     with pytest.raises(ValueError, match="can be trained further"):
-        load_drafter("mtp", tmp_path, target.dense)
+        load_drafter("ngram", tmp_path, target.dense)
     narrow = tiny_target(tmp_path / "llama", "llama").dense
     with pytest.raises(ValueError, match="target"):
         load_drafter("dflash", tmp_path, narrow)

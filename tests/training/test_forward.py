@@ -10,8 +10,11 @@ import torch
 from localspec.core.records import MAX_SLOTS, HiddenNeeds
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.formats.checkpoint import open_checkpoint
+from localspec.kernels.nvfp4_pack import quantise_nvfp4
+from localspec.training.answers import BatchPlan
 from localspec.training.export import export
-from localspec.training.parts import initialise, set_rounding
+from localspec.training.kept import KeptHiddens
+from localspec.training.parts import initialise, nearest_nvfp4, set_rounding
 from tests.drafters.session import CONTEXT_TOKENS, Session, layer_outputs_of
 from tests.helpers.models import reference_ops
 from tests.training.common import CPU, KINDS, drafter, prompts, tiny_target, written
@@ -68,7 +71,8 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
     setup = DrafterSetup(reference_ops(), target.model, MAX_SLOTS, CONTEXT_TOKENS, checkpoint, tmp_path / kind)
     module = drafter_module(kind)
     built = module.build(setup)
-    assert built.needs == HiddenNeeds(layer_outputs=trained.layer_outputs)
+    needs = HiddenNeeds(final_norm=True) if kind == "mtp" else HiddenNeeds(layer_outputs=trained.layer_outputs)
+    assert built.needs == needs
     compared = 0
     for entry in range(3):
         tokens = store.tokens(entry).astype("int64").tolist()
@@ -90,3 +94,30 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
                     break
             built.forget(0)
     assert compared >= 8
+
+
+def test_rounding_in_training_is_the_stored_form() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(37, 64, generator=generator) * 10 ** torch.randn(37, 1, generator=generator)
+    weight[3, :16] = 0
+    weight[5, 16:32] *= 1e-6
+    for each in (weight, (4 * weight).round() / 4, torch.zeros(4, 32)):
+        assert torch.equal(nearest_nvfp4(each), quantise_nvfp4(each, "max").dequantise())
+
+
+def test_kept_hiddens_are_those_of_the_target(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "model")
+    store = written(target, tmp_path / "store", count=9)
+    last = target.dense.num_layers - 1
+    kept = KeptHiddens(target.dense, store, (0, last), BatchPlan(64, 24, 0))
+    for entries, outputs in (([3, 8, 1], (0, last)), ([5], (last,)), ([7, 2], ())):
+        batch, hiddens = kept.batch(entries, outputs)
+        expected = store.batch(entries, 24, CPU)
+        for name in ("tokens", "answer_from", "ends", "label_rows"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        read = target.dense.hiddens(expected.tokens, outputs)
+        inside = (torch.arange(batch.tokens.shape[1]) < batch.ends[:, None])[..., None]
+        torch.testing.assert_close(hiddens.taps, read.taps * inside)
+        torch.testing.assert_close(hiddens.final, read.final * inside)
+    with pytest.raises(ValueError, match="not kept"):
+        kept.batch([0], (1,))

@@ -10,7 +10,7 @@ import torch
 
 from localspec.formats.checkpoint import read_config
 from localspec.training.answers import Answer, AnswerStore, BatchPlan, epoch_batches
-from localspec.training.drafting import DraftVocabulary
+from localspec.training.drafting import DraftVocabulary, soft_loss
 from localspec.training.recipe import Recipe, train
 from localspec.training.trainer import Trainer, TrainPlan
 from tests.training.common import CPU, KINDS, TinyTarget, drafter, tiny_target, written
@@ -33,8 +33,8 @@ def store(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Answe
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_drafter_learns(kind: str, target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
     recipe = Recipe(
-        kind, steps=24, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
-        mask_token_id=130, measure_every=12, save_every=24,
+        kind, steps=36, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
+        mask_token_id=130, measure_every=18, save_every=36,
     )  # fmt: skip
     told: list[str] = []
     found = train(recipe, target.dense, read_config(target.folder), store, tmp_path, told.append)
@@ -129,3 +129,15 @@ def test_answers_of_another_store_can_be_measured(target: TinyTarget, store: Ans
     same = trainer.measure(entries)
     assert (found.steps, found.accepted, found.reached) == (same.steps, same.accepted, same.reached)
     assert found.steps != trainer.measure([0, 1, 2]).steps
+
+
+def test_the_loss_has_the_gradient_of_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(7, 13, generator=generator, dtype=torch.float64, requires_grad=True)
+    law = torch.randn(7, 13, generator=generator, dtype=torch.float64).softmax(dim=1)
+    weights = torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
+    expected = -(law * logits.log_softmax(dim=1)).sum(dim=1) @ weights.double() / 7
+    (gradient,) = torch.autograd.grad(expected, logits)
+    found = soft_loss(logits, law, weights)
+    torch.testing.assert_close(found, expected, check_dtype=False)
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], gradient, rtol=1e-5, atol=1e-6)
