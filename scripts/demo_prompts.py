@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 SHINGLE_WORDS = 10
-CODE_PROMPTS, TEXT_PROMPTS, CHAT_PROMPTS = 11000, 4500, 4000
+CODE_PROMPTS, TEXT_PROMPTS, CHAT_PROMPTS = 11000, 4500, 9000
 CODE_FORMS = (
     "{head}",
     "{head}",
@@ -61,6 +61,40 @@ CHAT_FORMS = (
     "Act as a teacher and give a lesson on {topic}.", "Make a plan for a week around {topic}.",
     "Write a dialogue between two friends about {topic}.", "What are common mistakes in {topic}?",
     "Draft a speech about {topic}.", "List the key facts about {topic}.", "How has {topic} changed over time?",
+    "Write a convincing email to a friend who dislikes {topic}, inviting them to an evening about it. Be brief.",
+    "Describe a busy day at a place that has to do with {topic}, with sounds and smells, in the first paragraph.",
+    "Could you write a captivating short story that begins with: the old letter said nothing about {topic}?",
+    "Outline a blog post that compares {topic} and {other} and names two examples for each.",
+    "Edit the next paragraph so that nobody can misread it: {topic} are not as {other} was, he said before it was.",
+    "Pretend to be a famous expert on {topic} in all that follows. Why should we care about it at all?",
+    "Play the part of a patient teacher. A pupil asks how {topic} relates to {other}. Answer in simple words.",
+    "You are a character from a novel who loves {topic}. Say what you think of {other}.",
+    "Take on the role of a travel guide and recommend three places for people who enjoy {topic}.",
+    "Act as an interviewer. Ask me five questions about {topic}, one at a time.",
+    "Suppose that {topic} did not exist. What would be different for {other}? Explain your reasoning step by step.",
+    "A shop sells books on {topic} for 12 dollars and on {other} for 15. With 60 dollars, how many of each can I buy?",
+    "Tom is taller than Ann, Ann is taller than Bob, who likes {topic}. Is Tom taller than Bob? Explain.",
+    "Which word does not belong with the others: {topic}, {other}, {topic} again? Explain why.",
+    "Sort these into categories and give JSON: {topic}, {other}, a screwdriver, a violin, a pear.",
+    "Extract all names and numbers from this: in 1974 Maria Lopez wrote 3 books on {topic}, and Ken Ito 5 on {other}.",
+    "Rate these reviews of {topic} from 1 to 5 as JSON: 'I loved it.' 'It was fine.' 'A waste of money.'",
+    "In the field of {topic}, what is the most important idea, and how does it relate to {other}?",
+    "Explain the main process behind {topic}. What are its steps, and who described them first?",
+    "What are the two main factors in {topic}, and how can one measure them? Write down a formula if there is one.",
+    "Describe five core principles of {topic} and give a real case for each.",
+    "Provide insights into the relation between {topic} and {other} over the last century.",
+    "Discuss laws about {topic} and their effect on society. Compare two countries.",
+    "Create a lesson plan about {topic} for three lessons of 45 minutes each.",
+    "What business etiquette should I know when I work with people in {topic}?",
+    "Suggest five award winning documentary films about {topic}, with a short background description for each.",
+    "Write a persuasive essay of three paragraphs on why {topic} matters more than {other}.",
+    "How do I get started with {topic} on a small budget?", "Can you help me with {topic}? I do not know much.",
+    "Write a limerick about {topic} and {other}.", "Give me a recipe for a party about {topic}.",
+    "What is the difference between {topic} and {other}?", "I am worried about {topic}. What can I do?",
+    "Write a letter of complaint about {topic}.", "Explain {topic} in exactly three sentences.",
+    "Tell me a joke about {topic}.", "Write a news report about {topic}.", "Name ten words to do with {topic}.",
+    "Hello! I would like to talk about {topic} today.", "Write a review of a book about {topic}.",
+    "Is {topic} good or bad? Argue both sides.", "Write the first scene of a play about {topic} and {other}.",
 )  # fmt: skip
 TOPICS = """
 gardening|solar panels|volcanoes|the French Revolution|baking bread|chess|the immune system|electric cars|jazz music

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from localspec.api.types import GenerateRequest
 from localspec.engine.text import TextStage
 from localspec.formats.checkpoint import open_checkpoint, read_config
-from localspec.training.answers import AnswerStore, Batch
+from localspec.matrix.prompts import Prompt as BenchPrompt
+from localspec.training.answers import AnswerStore, Batch, BatchPlan, epoch_batches
 from localspec.training.drafting import Tally, TrainableDrafter, walk
 from localspec.training.loading import load_drafter
 from localspec.training.target import DenseTarget
@@ -44,12 +46,14 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join((*TRAINED, PRUNED)))
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    device = torch.device(chosen.device)
+    device, kinds = torch.device(chosen.device), chosen.kinds.split(",")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = DenseTarget(read_config(chosen.model), open_checkpoint(chosen.model), device, dtype)
     with tempfile.TemporaryDirectory() as folder:
         store = AnswerStore(Path(folder) / "answers")
-        write(chosen, target, store)
+        sets = {kind: found for kind, found in prompt_sets(chosen.data, chosen.prompts).items() if kind in kinds}
+        measured_answers(chosen.model, target, sets, chosen.max_tokens, store)
+        print(f"{len(store)} answers", flush=True)
         pruned = pruned_model(chosen.model, Path(folder) / "pruned")
         small = DenseTarget(read_config(pruned), open_checkpoint(pruned), device, dtype)
         found: dict[str, dict[str, dict[str, float]]] = {}
@@ -60,7 +64,7 @@ def main() -> None:
                 else load_drafter(name, chosen.drafters / f"{chosen.model.name}.{name}", target)[0]
             )
             found[name] = {}
-            for index, kind in ((i, each) for i, each in enumerate(KINDS) if each in chosen.kinds.split(",")):
+            for index, kind in enumerate(sets):
                 found[name][kind] = lengths(store, index, target, drafter or small)
             print(name, json.dumps(found[name]), flush=True)
     document = {
@@ -73,17 +77,19 @@ def main() -> None:
     out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def write(chosen: argparse.Namespace, target: DenseTarget, store: AnswerStore) -> None:
-    text = TextStage(chosen.model, 1 << 20)
+def measured_answers(
+    folder: Path, target: DenseTarget, sets: Mapping[str, Sequence[BenchPrompt]], max_tokens: int, store: AnswerStore
+) -> None:
+    """Greedy answers of the model of a folder; the kind of an answer is the place of its set."""
+    text = TextStage(folder, 1 << 20)
     prompts = [
         Prompt(text.prepare(GenerateRequest(messages=each.messages)).request.prompt_ids, True, index)
-        for index, (kind, found) in enumerate(prompt_sets(chosen.data, chosen.prompts).items())
-        for each in (found if kind in chosen.kinds.split(",") else ())
+        for index, found in enumerate(sets.values())
+        for each in found
     ]
     on_card = target.device.type == "cuda"
-    limits = WritingLimits(chosen.max_tokens, 1 << 20 if on_card else 1 << 14, 2048 if on_card else 24)
+    limits = WritingLimits(max_tokens, 1 << 20 if on_card else 1 << 14, 2048 if on_card else 24)
     write_answers(target, prompts, tuple(text.stop_ids), limits, store.append)
-    print(f"{len(store)} answers", flush=True)
 
 
 @torch.no_grad()
@@ -92,13 +98,16 @@ def lengths(
 ) -> dict[str, float]:
     """Depth -> mean tokens a step."""
     tallies = {depth: Tally() for depth in DEPTHS}
-    for entry in store.select(True, kind=kind):
-        batch = store.batch([int(entry)], 4096, target.device)
-        if isinstance(drafter, DenseTarget):
-            matches = next_token_matches(drafter, batch, max(DEPTHS))
-        else:
-            hiddens = target.hiddens(batch.tokens, drafter.layer_outputs)
-            matches = drafter.matches(batch, hiddens, max(DEPTHS))
+    on_card = target.device.type == "cuda"
+    plan = BatchPlan(1 << 14 if on_card else 1 << 10, 4096, 0)
+    for entries in epoch_batches(store, store.select(True, kind=kind), plan, 0):
+        batch = store.batch(entries, plan.max_tokens, target.device)
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=on_card):
+            if isinstance(drafter, DenseTarget):
+                matches = next_token_matches(drafter, batch, max(DEPTHS))
+            else:
+                hiddens = target.hiddens(batch.tokens, drafter.layer_outputs)
+                matches = drafter.matches(batch, hiddens, max(DEPTHS))
         for depth, tally in tallies.items():
             walk(matches[:, :, :depth], batch, tally)
     return {str(depth): round(tally.length, 3) for depth, tally in tallies.items()}

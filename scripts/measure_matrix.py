@@ -32,7 +32,7 @@ from localspec.storage.safetensors import write_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_ID = "smollm2-135m"
-TRAINED = ("eagle3", "dspark", "dflash")
+TRAINED = ("eagle3", "mtp", "dspark", "dflash")
 KINDS = {
     "chat": ("writing", "roleplay", "reasoning", "extraction", "stem", "humanities"),
     "code": ("coding",),

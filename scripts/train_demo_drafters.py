@@ -1,10 +1,11 @@
 """Makes the demo model's drafters: the target writes questions and answers, drafters are trained and measured.
 
 Stages, all seeded: questions the model writes itself and those of `demo_prompts.py`; answers; second questions about
-some of the answers (summaries, edits, follow-ups); training of each kind; acceptance on the measured sets, which no
-stage before it has seen. Meant for one card; `--sequences 30 --steps 4 --device cpu` tries it anywhere.
+some of the answers (summaries, edits, follow-ups); hiddens, read once and kept on the card; training of each kind;
+acceptance on the measured sets as `measure_acceptance.py` has it, which no stage before it has seen. Answers written
+elsewhere can be handed in (`--stored`). Meant for one card; `--sequences 30 --steps 4 --device cpu` tries it anywhere.
 
-    python scripts/train_demo_drafters.py --model DIR --prompts prompts.jsonl --data ../shared/data --work DIR
+    python scripts/train_demo_drafters.py --model DIR --prompts prompts.jsonl --data ../shared/data --work DIR --out DIR
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ import json
 import random
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import torch
-from demo_prompts import measured_prompts, measured_shingles, shingles
+from demo_prompts import measured_shingles, shingles
+from measure_acceptance import lengths, measured_answers
+from measure_matrix import prompt_sets
 
 from localspec.api.types import Message
 from localspec.engine.template import ChatTemplate
 from localspec.engine.tokenizer import Tokenizer
 from localspec.formats.checkpoint import open_checkpoint, read_config
-from localspec.training.answers import AnswerStore
-from localspec.training.recipe import Recipe, train
+from localspec.training.answers import Answer, AnswerStore, BatchPlan
+from localspec.training.kept import KeptHiddens
+from localspec.training.parts import set_rounding
+from localspec.training.recipe import Recipe, block_taps, train
 from localspec.training.target import DenseTarget
 from localspec.training.writing import Prompt, WritingLimits, write_answers
 
@@ -50,8 +57,12 @@ FOLLOW_UPS = (
 )
 OWN_TOKENS = 96
 MASK_TOKEN = "<empty_output>"
-GREEDY_SHARE = 0.75
+GREEDY_SHARE = 0.85
+THREADS = 12
 HELD_OUT_SHARE = 0.02
+MAX_TOKENS = 1024
+SECONDS_BESIDE = 9.0
+"""Of a training: getting ready, measuring, writing the file."""
 
 
 class Text:
@@ -68,6 +79,11 @@ class Text:
         roles = ("user", "assistant")
         messages = [Message(roles[i % 2], turn) for i, turn in enumerate(turns)]
         return self.tokenizer.encode(self._template.render(messages, (), {}))
+
+    def all_asked(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """One question each; the tokenizer lets other threads run."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(self.asked, texts))
 
     def before_question(self) -> tuple[int, ...]:
         """Tokens up to where a user's text begins."""
@@ -104,35 +120,58 @@ class Maker:
 
     def own_questions(self) -> list[str]:
         """Questions that the model writes where a user would."""
-        begin, count = self.text.before_question(), self.chosen.sequences // 2
+        begin = self.text.before_question()
         found: list[str] = []
 
-        def take(answers: list) -> None:  # type: ignore[type-arg]
+        def take(answers: list[Answer]) -> None:
             for answer in answers:
                 ids = list(answer.token_ids[answer.prompt_tokens :])
                 if ids and ids[-1] in self.stop_ids:
                     found.append(self.text.tokenizer.decode(ids[:-1]).strip())
 
-        asked = [Prompt(begin, greedy=False)] * count
+        asked = [Prompt(begin, greedy=False)] * self.chosen.own
         write_answers(self.target, asked, self.stop_ids, self.limits(OWN_TOKENS, 1.0), take)
         return sorted({text for text in found if len(text) >= 12})
 
     def write(self, prompts: list[Prompt], store: AnswerStore, tokens: int) -> None:
+        """In parts of every length, until the time for writing is up."""
         prompts = [each for each in prompts if len(each.token_ids) <= self.chosen.max_prompt_tokens]
-        write_answers(self.target, prompts, self.stop_ids, self.limits(tokens), store.append)
+        self.chance.shuffle(prompts)
+        size = 2 * self.chosen.max_sequences
+        for begin in range(0, len(prompts), size):
+            if begin and time.monotonic() - self.begun > self.chosen.write_until:
+                self.say(f"no time for {len(prompts) - begin} more answers")
+                return
+            write_answers(self.target, prompts[begin : begin + size], self.stop_ids, self.limits(tokens), store.append)
+            self.say(f"{len(store)} answers")
+
+    def take_stored(self, path: Path, store: AnswerStore) -> None:
+        """Answers that this model wrote in an earlier run: `tokens` (uint16) and `index` of a store."""
+        with np.load(path) as found:
+            tokens, index = found["tokens"], found["index"]
+        store.append(
+            [
+                Answer(tokens[begin : begin + length], start, bool(flags & 1), bool(flags & 2), int(flags >> 2))
+                for begin, length, start, flags in index.tolist()
+            ]
+        )
+        self.say(f"{len(index)} answers from {path.name}")
 
     def answers(self) -> AnswerStore:
         """Stages up to the training data."""
         measured = measured_shingles(self.chosen.data)
+        store = AnswerStore(self.chosen.work / "answers")
+        for path in self.chosen.stored:
+            self.take_stored(path, store)
         rows = [json.loads(line) for line in open_text(self.chosen.prompts)]
         rows = rows[: self.chosen.sequences]
-        own = [text for text in self.own_questions() if not shingles(text) & measured]
-        self.say(f"{len(own)} questions of its own")
-        prompts = [self.prompt(self.text.asked(row["prompt"]), row["kind"]) for row in rows]
-        prompts += [self.prompt(self.text.asked(text), "own") for text in own]
-        store = AnswerStore(self.chosen.work / "answers")
+        asked = self.text.all_asked([row["prompt"] for row in rows])
+        prompts = [self.prompt(ids, row["kind"]) for ids, row in zip(asked, rows, strict=True)]
+        if self.chosen.own:
+            own = [text for text in self.own_questions() if not shingles(text) & measured]
+            self.say(f"{len(own)} questions of its own")
+            prompts += [self.prompt(ids, "own") for ids in self.text.all_asked(own)]
         self.write(prompts, store, self.chosen.answer_tokens)
-        self.say(f"{len(store)} answers")
         self.write(self.second_questions(store, measured), store, self.chosen.answer_tokens)
         entries = store.select(held_out=False)
         self.report["answers"] = {
@@ -148,7 +187,7 @@ class Maker:
         entries = store.select(held_out=False, kind=KINDS.index("own")).tolist()
         entries += store.select(held_out=False, kind=KINDS.index("chat")).tolist()
         prompts: list[Prompt] = []
-        for entry in self.chance.sample(entries, min(len(entries), self.chosen.sequences // 6)):
+        for entry in self.chance.sample(entries, min(len(entries), self.chosen.second)):
             ids, start = store.tokens(entry).tolist(), int(store.index[entry, 2])
             answer = self.text.tokenizer.decode(ids[start:])
             question = self.text.tokenizer.decode(ids[:start]).split("user\n")[-1].split("\nassistant")[0].strip()
@@ -161,37 +200,44 @@ class Maker:
                 prompts.append(self.prompt(asked, "second"))
         return prompts
 
-    def measured_answers(self) -> AnswerStore:
-        """Greedy answers to the measured sets, in a store of their own."""
+    def measured(self) -> AnswerStore:
+        """Greedy answers to the measured sets, in a store of their own whose kinds are the sets' places."""
         store = AnswerStore(self.chosen.work / "measured")
-        rows = measured_prompts(self.chosen.data)[:: self.chosen.measured_every]
-        prompts = [Prompt(self.text.asked(text), True, KINDS.index(kind)) for kind, text in rows]
-        self.write(prompts, store, self.chosen.measured_tokens)
+        self.sets = prompt_sets(self.chosen.data, self.chosen.measured)
+        measured_answers(self.chosen.model, self.target, self.sets, self.chosen.measured_tokens, store)
         self.say(f"{len(store)} measured answers")
         return store
 
-    def train(self, kind: str, seconds: float, store: AnswerStore, measured: AnswerStore) -> None:
-        folder = self.chosen.work / f"{kind}"
-        mask = self.text.tokenizer.token_id(MASK_TOKEN)
+    def kept(self, store: AnswerStore) -> KeptHiddens:
+        """For all trainings together."""
+        plan = BatchPlan(2 * self.chosen.tokens_per_batch, MAX_TOKENS, self.chosen.seed)
+        outputs = block_taps(self.target.num_layers)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = KeptHiddens(self.target, store, outputs, plan)
+        self.say("hiddens are kept")
+        return found
+
+    def train(self, kind: str, seconds: float, store: AnswerStore, measured: AnswerStore, kept: KeptHiddens) -> None:
+        chosen, name = self.chosen, kind.split("+", maxsplit=1)[0]
+        folder = chosen.work / kind
         recipe = Recipe(
-            kind, self.chosen.steps, seconds, self.chosen.seed, "nvfp4", stop_ids=self.stop_ids,
-            mask_token_id=mask or 0, tokens_per_batch=self.chosen.tokens_per_batch, learning_rate=self.chosen.rate,
-            measure_every=self.chosen.measure_every, save_every=1 << 30,
-            start_from=str(self.chosen.start_from / f"smollm2-135m.{kind}") if self.chosen.start_from else "",
+            name, chosen.steps, seconds, chosen.seed, "nvfp4", stop_ids=self.stop_ids, max_tokens=MAX_TOKENS,
+            mask_token_id=self.text.tokenizer.token_id(MASK_TOKEN) or 0, tokens_per_batch=chosen.tokens_per_batch,
+            learning_rate=chosen.rate, measure_every=chosen.measure_every, save_every=1 << 30,
+            draft_vocab_size=chosen.draft_vocabulary, sharpness=chosen.sharpness, markov_rank=chosen.markov_rank,
+            intermediate_size=chosen.chain_intermediate if name in ("eagle3", "mtp") else 0,
+            start_from=str(chosen.start_from / f"smollm2-135m.{name}") if chosen.start_from else "",
         )  # fmt: skip
-        trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"))
-        found: dict[str, object] = {}
-        for index, name in enumerate(KINDS):
-            entries = measured.select(True, kind=index)
-            if len(entries):
-                tally = trained.trainer.measure(entries, measured)
-                found[name] = {"answers": len(entries), "length": round(tally.length, 4), "rates": tally.per_position}
-        self.report[kind] = {**trained.report, "measured": found}
-        self.say(f"{kind}: {json.dumps({name: each['length'] for name, each in found.items()})}")  # type: ignore[index]
-        with tarfile.open(self.chosen.out / f"{kind}.tar", "w") as archive:
-            for name in ("config.json", "model.safetensors"):
-                archive.add(folder / name, f"{kind}/{name}")
-        (self.chosen.out / "report.json").write_text(json.dumps(self.report, indent=1))
+        trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"), kept)
+        with tarfile.open(chosen.out / f"{kind}.tar", "w") as archive:
+            for file in ("config.json", "model.safetensors"):
+                archive.add(folder / file, f"{kind}/{file}")
+        set_rounding(trained.drafter.module, True)
+        found = {each: lengths(measured, index, self.target, trained.drafter) for index, each in enumerate(self.sets)}
+        self.report[kind] = {**trained.report, "length_by_kind_depth": found}
+        self.say(f"{kind}: {json.dumps({each: by_depth['4'] for each, by_depth in found.items()})}")
+        (chosen.out / "report.json").write_text(json.dumps(self.report, indent=1))
 
 
 def open_text(path: Path):  # type: ignore[no-untyped-def]
@@ -208,27 +254,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--sequences", type=int, default=40000)
-    parser.add_argument("--answer-tokens", type=int, default=256)
-    parser.add_argument("--measured-tokens", type=int, default=160)
-    parser.add_argument("--measured-every", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=40000, help="Of the prompts, at most.")
+    parser.add_argument("--own", type=int, default=60000, help="Questions that the model tries to write itself.")
+    parser.add_argument("--second", type=int, default=6000, help="Questions about its answers.")
+    parser.add_argument("--stored", type=Path, nargs="*", default=[], help="Answers of an earlier run.")
+    parser.add_argument("--answer-tokens", type=int, default=192)
+    parser.add_argument("--measured", type=int, default=40, help="Prompts of each kind of work.")
+    parser.add_argument("--measured-tokens", type=int, default=128)
     parser.add_argument("--max-prompt-tokens", type=int, default=704)
-    parser.add_argument("--cache-tokens", type=int, default=2 << 20)
-    parser.add_argument("--max-sequences", type=int, default=4096)
-    parser.add_argument("--tokens-per-batch", type=int, default=16384)
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--measure-every", type=int, default=200)
+    parser.add_argument("--cache-tokens", type=int, default=2_600_000)
+    parser.add_argument("--max-sequences", type=int, default=8192)
+    parser.add_argument("--tokens-per-batch", type=int, default=32768)
+    parser.add_argument("--rate", type=float, default=1.3e-3)
+    parser.add_argument("--draft-vocabulary", type=int, default=16384)
+    parser.add_argument("--markov-rank", type=int, default=32)
+    parser.add_argument("--chain-intermediate", type=int, default=2304, help="MLP width of eagle3 and mtp.")
+    parser.add_argument("--sharpness", type=float, default=1.3)
+    parser.add_argument("--measure-every", type=int, default=500)
     parser.add_argument("--steps", type=int, default=0, help="Of each training; 0: as many as fit into its seconds.")
-    parser.add_argument("--train", default="eagle3=85,dspark=75,dflash=75", help="kind=seconds, comma-separated.")
+    parser.add_argument("--train", default="eagle3=150,dspark=60,dflash=50,mtp=60", help="kind=seconds, ...")
+    parser.add_argument("--write-until", type=float, default=1e9, help="Seconds after which no more answers are begun.")
+    parser.add_argument("--until", type=float, default=0, help="Seconds in all, which the trainings share; 0: as said.")
     parser.add_argument("--start-from", type=Path, help="Go on from the drafters of this folder, MODEL.KIND each.")
     chosen = parser.parse_args()
     torch.manual_seed(chosen.seed)
     chosen.out.mkdir(parents=True, exist_ok=True)
     maker = Maker(chosen)
-    store, measured = maker.answers(), maker.measured_answers()
-    for part in chosen.train.split(","):
-        kind, seconds = part.split("=")
-        maker.train(kind, float(seconds), store, measured)
+    store, measured = maker.answers(), maker.measured()
+    kept = maker.kept(store)
+    wanted = {kind: float(seconds) for kind, seconds in (part.split("=") for part in chosen.train.split(","))}
+    left = chosen.until - (time.monotonic() - maker.begun) - SECONDS_BESIDE * len(wanted)
+    share = left / sum(wanted.values()) if chosen.until else 1.0
+    for kind, seconds in wanted.items():
+        maker.train(kind, share * seconds, store, measured, kept)
     maker.say("done")
 
 
