@@ -8,7 +8,9 @@ one after the other as `localspec serve` does: the first with empty caches (kern
 second and third with what the first left. Before each the page cache is asked to forget the file; the disk's rate is
 measured with the same reader. Bars: load at 70% of that rate; first start within 90 s and second within 10 s beside
 reading; 17.5 GiB by the driver's count with 32k of FP8 keys and values, 20.5 GiB with 128k, after answers of four
-sequences; host memory below 4 GiB beside pinned parts. `--tiny` takes the same way with a tiny model on a CPU, where no
+sequences; host memory below 4 GiB beside pinned parts. An answer is also timed through the port, alone and beside four
+clients that post bodies of 70 kB (more tokens than the context holds, so that the card is left alone); bar: idle at
+most 3%. `--tiny` takes the same way with a tiny model on a CPU, where no
 bar means anything.
 """
 
@@ -19,9 +21,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -34,6 +38,32 @@ STARTS = (("first", 32768, 17.5), ("second", 32768, 17.5), ("long", 131072, 20.5
 START_LIMIT_S = 150
 DRAFT_HEAD_ROWS = 32768
 RATE_BYTES = 6 << 30
+ANSWER_CLIENT = """
+import json, sys, urllib.request
+body = {"model": "random", "messages": [{"role": "user", "content": "abc " * 300}], "max_tokens": int(sys.argv[2])}
+request = urllib.request.Request(sys.argv[1] + "/v1/chat/completions", json.dumps(body).encode())
+request.add_header("content-type", "application/json")
+times = json.load(urllib.request.urlopen(request))["timings"]
+found = {name: times[name] for name in ("decode_ms", "draft_ms", "verify_ms", "verify_steps", "tok_per_s")}
+found["idle"] = 1 - (times["draft_ms"] + times["verify_ms"]) / times["decode_ms"]
+print(json.dumps(found))
+"""
+POSTING_CLIENT = """
+import http.client, json, signal, sys, time
+counts, started = {}, time.perf_counter()
+def end(*_):
+    print(json.dumps({"posts": counts, "seconds": time.perf_counter() - started}), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+said = {"role": "user", "content": "lorem ipsum " * 5900}
+body = json.dumps({"model": "random", "messages": [said], "max_tokens": 1})
+host = http.client.HTTPConnection(sys.argv[1].removeprefix("http://"))
+while True:
+    host.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    answer = host.getresponse()
+    answer.read()
+    counts[answer.status] = counts.get(answer.status, 0) + 1
+"""
 
 
 def make_folder(folder: Path, tiny: bool) -> None:
@@ -103,67 +133,104 @@ def _status_gib(key: str) -> float:
     return int(found.group(1)) * 1024 / GIB if found else float("nan")
 
 
-def start(folder: Path, state: Path, context: int, limit_gib: float, device: str) -> dict[str, Any]:
-    """In a process of its own: build the engine, answer four requests at once, say what it took."""
+def start(folder: Path, state: Path, context: int, limit_gib: float, device: str) -> None:
+    """In a process of its own: the engine behind its port, as `localspec serve` runs it; prints what was found."""
     import psutil
 
     began = psutil.Process().create_time()
-    marks: list[tuple[float, str]] = []
+    from localspec.engine.build import EngineOptions, ModelPlace
+    from localspec.engine.engine import LocalEngine
+    from localspec.server.serve import run_server
+    from localspec.server.settings import ServerSettings
 
-    def report(text: str) -> None:
-        marks.append((round(time.time() - began, 2), text))
+    on_card = device == "cuda"
+    options = EngineOptions(
+        device=device,
+        drafter="off",
+        context_tokens=context if on_card else None,
+        kv_cache="fp8" if on_card else "auto",
+        checks_dir=state,
+        memory_limit_bytes=int(limit_gib * GIB) if on_card else None,
+    )
+    engine = LocalEngine(lambda model_id, report: ModelPlace(model_id, folder, model_id), options)
+    found: dict[str, Any] = {"marks": [(round(time.time() - began, 2), "imported")], "bar_gib": limit_gib}
 
+    def measure_all(address: str) -> None:
+        try:
+            _wait_until_ready(engine, began, found["marks"])
+            _use(engine, address, device, found)
+        except Exception as error:
+            found["failed"] = f"{type(error).__name__}: {error}"[:1500]
+        print(json.dumps(found), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def listening(address: str) -> None:
+        threading.Thread(target=measure_all, args=(address,), daemon=True).start()
+
+    engine.start("random")
+    run_server(engine, ServerSettings(port=0), on_listening=listening)
+
+
+def _wait_until_ready(engine: Any, began: float, marks: list[tuple[float, str]]) -> None:
+    """Note when each stage of loading began."""
+    while engine.model() is None:
+        reading = engine.metrics()
+        if reading.state == "failed":
+            raise RuntimeError(reading.stage)
+        if reading.stage and reading.stage != marks[-1][1]:
+            marks.append((round(time.time() - began, 2), reading.stage))
+        time.sleep(0.01)
+    marks.append((round(time.time() - began, 2), "ready"))
+
+
+def _use(engine: Any, address: str, device: str, found: dict[str, Any]) -> None:
+    """Idle share alone and beside four clients that post long bodies, answers of four sequences, then memory."""
     import torch
 
     from localspec.api.types import Sampling
     from localspec.core.records import Request
-    from localspec.engine.build import EngineOptions, ModelPlace, build
     from localspec.engine.synthetic_bench import driver_bytes
     from localspec.engine.synthetic_decode import decode_all, made_up_prompt
 
-    report("imported")
-    options = EngineOptions(
-        device=device,
-        context_tokens=context if device == "cuda" else None,
-        kv_cache="fp8" if device == "cuda" else "auto",
-        checks_dir=state,
-        memory_limit_bytes=int(limit_gib * GIB) if device == "cuda" else None,
-    )
-    built = build(ModelPlace("random", folder, "random"), options, report)
-    report("ready")
-    on_card = device == "cuda"
-    found: dict[str, Any] = {
-        "marks": marks,
-        "driver_gib_ready": driver_bytes(torch.device(device)) / GIB if on_card else 0,
-    }
-    parts = built.parts
-    parts.loop.start()
+    on_card, parts = device == "cuda", engine._built.parts
+    if on_card:
+        found["driver_gib_ready"] = driver_bytes(torch.device(device)) / GIB
+    answers = 400 if on_card else 60
+    found["alone"] = _client(ANSWER_CLIENT, address, answers)
+    posting = [
+        subprocess.Popen([sys.executable, "-c", POSTING_CLIENT, address], stdout=subprocess.PIPE) for _ in "1234"
+    ]
     try:
-        drafter = "mtp" if "mtp" in built.info.drafters else "off"
-        prompts = [made_up_prompt(parts, 3000 if on_card else 40, seed) for seed in range(4)]
-        vocabulary = 200
-        for depth in (0, 3, 7):
-            requests = [
-                Request("", tuple(i % vocabulary for i in prompt), Sampling(), seed, 24, (),
-                        drafter=drafter if depth else "off", depth=depth or None)
-                for seed, prompt in enumerate(prompts)
-            ]  # fmt: skip
-            decode_all(parts, requests)
+        time.sleep(1.0)
+        found["beside_posts"] = _client(ANSWER_CLIENT, address, answers)
     finally:
-        parts.loop.stop()
-    report("answered")
+        for each in posting:
+            each.terminate()
+    found["posts"] = [json.loads(each.communicate()[0].splitlines()[-1]) for each in posting]
+    known = engine._built.info.drafters
+    for drafter, depth in (("off", None), ("mtp", 7), ("ngram", 15)):
+        prompts = [made_up_prompt(parts, 3000 if on_card else 40, seed) for seed in range(4)]
+        requests = [
+            Request("", tuple(i % 200 for i in prompt), Sampling(temperature=0.8, top_k=20, top_p=0.95), seed, 24, (),
+                    drafter=drafter if drafter in known else "off", depth=depth if drafter in known else None)
+            for seed, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        decode_all(parts, requests)
     if on_card:
         found |= {
             "driver_gib": driver_bytes(torch.device(device)) / GIB,
             "reserved_gib": torch.cuda.memory_reserved() / GIB,
             "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-            "bar_gib": limit_gib,
         }
-    memory = parts.metrics.snapshot().memory_bytes
-    found["parts_gib"] = {name: size / GIB for name, size in memory.items()}
-    found["table_gib"] = parts.runner.model.vocabulary.table.nbytes / GIB  # type: ignore[attr-defined]
+    found["parts_gib"] = {name: size / GIB for name, size in parts.metrics.snapshot().memory_bytes.items()}
+    found["table_gib"] = parts.runner.model.vocabulary.table.nbytes / GIB
     found["host_gib"] = {key: _status_gib(key) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
-    return found
+
+
+def _client(program: str, *arguments: Any) -> Any:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
 
 
 def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, limit_gib: float) -> dict[str, Any]:
@@ -176,10 +243,10 @@ def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, 
         )
     except subprocess.TimeoutExpired as cut:
         return {"failed": "time", "stderr": (cut.stderr or b"")[-1500:].decode(errors="replace")}
-    if done.returncode:
+    if not done.stdout.strip():
         return {"failed": done.returncode, "stderr": done.stderr[-3000:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return found | ({"stderr": done.stderr[-3000:]} if "failed" in found else {})
 
 
 def load_rate(marks: list[tuple[float, str]], num_bytes: int) -> dict[str, float]:
@@ -241,7 +308,7 @@ def main() -> None:
         make_folder(arguments.folder, arguments.tiny)
     elif arguments.start:
         device = "cpu" if arguments.tiny else "cuda"
-        print(json.dumps(start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device)))
+        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device)
     else:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -38,7 +38,7 @@ from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
 from localspec.kernels.triton.tilings import tile_rows_for
-from localspec.kernels.triton.unpack_weights import unpack_bfloat16
+from localspec.kernels.triton.unpack_weights import tile_slices, tiles_of, unpack_bfloat16
 from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 10
@@ -282,6 +282,9 @@ class TritonOps:
     ) -> Tensor:
         """cuBLAS on the weight in bf16; a residual is added before the one rounding."""
         rows = self._operand(x, norm)
+        slices = tile_slices(weight, self._multiprocessors()) if bias is None and residual is None else []
+        if len(slices) > 1 and isinstance(weight, PackedNvfp4 | PackedFp8):
+            return self._by_slices(rows, weight, slices, dtype)
         matrix = _as_bfloat16(weight)
         if residual is not None and bias is None and residual.dtype == dtype == torch.bfloat16:
             return torch.addmm(residual, rows, matrix.t())
@@ -297,6 +300,23 @@ class TritonOps:
         if residual is not None:
             out = out + residual.float()
         return out.to(dtype)
+
+    def _by_slices(
+        self, rows: Tensor, weight: PackedNvfp4 | PackedFp8, slices: list[tuple[int, int]], dtype: torch.dtype
+    ) -> Tensor:
+        """The same a slice of tiles at a time, so that a wide weight need not lie unpacked as a whole."""
+        share = 2 if weight.gated else 1
+        out = torch.empty(rows.shape[0], weight.shape[0] // share, dtype=dtype, device=self.device)
+        for first, last in slices:
+            part = functional.linear(rows, unpack_bfloat16(tiles_of(weight, first, last)))
+            if weight.gated:
+                gate, up = part.chunk(2, dim=1)
+                part = elementwise.gated(up, gate, silu=True)
+            out[:, first * weight.tile_rows // share : last * weight.tile_rows // share] = part
+        return out
+
+    def _multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 8
 
     def _pack_nvfp4(self, parts: list[Nvfp4Weight], gated: bool) -> PackedNvfp4:
         whole = Nvfp4Weight(

@@ -6,6 +6,8 @@ rounded once; the rounding is spelled in integers so that every back end of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ from localspec.kernels.fp8_pack import PackedFp8
 from localspec.kernels.nvfp4_pack import PackedNvfp4
 
 ROWS = 16  # of a unit that one program writes
+MOST_UNPACKED_BYTES = 176 << 20
+"""Of one weight at once: gate and up of a 27B in two slices, everything else of it whole."""
 
 
 @triton.jit
@@ -116,6 +120,36 @@ def unpack_fp8_kernel(
     column = (unit % pairs) * 64 + tl.arange(0, 64)
     target = out_ptr + _logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
     tl.store(target, words, mask=(row < N)[:, None] & (column < K // 2)[None, :])
+
+
+def tile_slices(packed: object, multiprocessors: int) -> list[tuple[int, int]]:
+    """(first, last) tiles of slices that may be unpacked one after the other; one slice where that is not needed.
+
+    A multiple of the multiprocessors' number of tiles gives a matmul whole waves of blocks; the rest goes last.
+    """
+    if not isinstance(packed, PackedNvfp4 | PackedFp8):
+        return []
+    grouped = isinstance(packed, PackedFp8) and packed.group_scale is not None
+    most = max(1, MOST_UNPACKED_BYTES // (2 * packed.tile_rows * packed.shape[1]))
+    if packed.tiles <= most or grouped or packed.shape[0] % packed.tile_rows:
+        return [(0, packed.tiles)]
+    step = most // multiprocessors * multiprocessors or most
+    slices, first = [], 0
+    while packed.tiles - first > most:
+        slices.append((first, first + step))
+        first += step
+    return [*slices, (first, packed.tiles)]
+
+
+def tiles_of(packed: PackedNvfp4 | PackedFp8, first: int, last: int) -> PackedNvfp4 | PackedFp8:
+    """Some tiles as a weight of their own: of a gated one the same rows of gate and of up."""
+    unit_bytes = packed.data.numel() // (packed.tiles * packed.pairs)
+    return replace(
+        packed,
+        data=packed.data.view(-1)[first * packed.pairs * unit_bytes : last * packed.pairs * unit_bytes],
+        row_scale=packed.row_scale[first * packed.tile_rows : last * packed.tile_rows],
+        shape=((last - first) * packed.tile_rows, packed.shape[1]),
+    )
 
 
 def unpack_bfloat16(packed: PackedNvfp4 | PackedFp8, out: Tensor | None = None) -> Tensor:
