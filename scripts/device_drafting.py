@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from localspec.core.records import MAX_SLOTS
+from localspec.api.types import Sampling
+from localspec.core.records import MAX_SLOTS, Request
 from localspec.drafters import Drafter, DrafterSetup, drafter_module
 from localspec.engine.build import Assembled, EngineOptions, assemble, resolve_device
 from localspec.engine.rates import read_rate_bytes_per_s
-from localspec.engine.synthetic_decode import decode
+from localspec.engine.synthetic_decode import decode, decode_all, identity, made_up_prompt
+from localspec.engine.tuner import Tuner
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
 from localspec.runner.synthetic import QWEN3_5_27B, SyntheticCheckpoint
+from localspec.scheduler.sequence import Sequence as Scheduled
 
 PUBLISHED_MTP = (0.917, 0.837, 0.648, 0.538, 0.451, 0.348)
 MEAN_LENGTH_3_2 = (0.90, 0.75, 0.55)
@@ -45,7 +49,9 @@ class Plan:
     depths: tuple[int, ...] = (3, 6, 5, 4, 7, 2, 1)
     prompt_tokens: int = 2000
     max_tokens: int = 400
+    identity_tokens: int = 48
     draft_head_rows: int = 32768
+    long_prompt_tokens: int = 33000
     read_bytes: int = 8 << 30
     repeats: int = 2
 
@@ -59,6 +65,8 @@ def measure(plan: Plan, keep: Callable[[dict[str, Any]], None] = lambda document
     run.synthetic()
     run.at_length_3_2()
     run.without_drafters()
+    run.many()
+    run.identity()
     return run.document
 
 
@@ -126,6 +134,33 @@ class _Run:
         self._figure("off_with_drafters_over_without", round(rate / found["tok_per_s"], 4))
         self._say("plain without drafters", found)
 
+    def many(self) -> None:
+        """Four sequences: plain, each with its share of the rows, and with rows shared by confidence."""
+        found: dict[str, dict[str, float]] = {}
+        with running(self._model, self._ops, self._drafters, self._plan, PUBLISHED_MTP) as parts:
+            for name, method, depth in (("plain", "off", None), ("own rows", "mtp", 3)):
+                found[name] = timed_together(parts, self._plan, method, depth)
+            parts.scheduler.policy = SharedRows(parts.tuner, ())
+            found["shared rows"] = timed_together(parts, self._plan, "auto", None)
+        self.document["four_sequences"] = found
+        self._say("four sequences", found)
+
+    def identity(self) -> None:
+        """Drafted answers against plain ones, token by token: rows shared on the device, and beyond 32k."""
+        plan = self._plan
+        with running(self._model, self._ops, self._drafters, plan, ()) as parts:
+            parts.scheduler.policy = SharedRows(parts.tuner, (16, 12, 8, 5))
+            self.document["identity_shared_rows"] = identity(parts, [("auto", None)], plan.identity_tokens)
+        self._say("identity, shared rows", self.document["identity_shared_rows"])
+        long = replace(plan, prompt_tokens=plan.long_prompt_tokens)
+        drafters: dict[str, Drafter] = {"mtp": _mtp(long, self._ops, self._model)}
+        drafters["ngram"] = drafter_module("ngram").build(_setup(long, self._ops, self._model))
+        prompts = (plan.long_prompt_tokens, plan.long_prompt_tokens + 77)
+        with running(self._model, self._ops, drafters, long, ()) as parts:
+            methods = [("mtp", 1), ("mtp", 3), ("mtp", 7), ("ngram", 15), ("ngram+mtp", 7)]
+            self.document["identity_long"] = identity(parts, methods, plan.identity_tokens, prompts)
+        self._say("identity, long", self.document["identity_long"])
+
     def _figure(self, name: str, value: float) -> None:
         self.document["figures"][name] = value
 
@@ -133,6 +168,45 @@ class _Run:
         self.document["seconds"] = round(time.perf_counter() - self._started_s, 1)
         print(f"{self.document['seconds']} s, {what}: {json.dumps(found)}", flush=True)
         self._keep(self.document)
+
+
+class SharedRows:
+    """Asks for more drafts than there are rows, whatever was measured. budgets: rows of the steps, in turn; none: what
+    the engine would take."""
+
+    def __init__(self, tuner: Tuner, budgets: Sequence[int]) -> None:
+        self._tuner, self._turns = tuner, itertools.cycle(budgets) if budgets else None
+
+    def choose(self, sequence: Scheduled, num_active: int) -> tuple[str, int]:
+        """Seven drafts of MTP, where the request leaves it open."""
+        arm = self._tuner.choose(sequence, num_active)
+        return ("mtp", 7) if sequence.request.drafter == "auto" else arm
+
+    def wants_all(self, sequence: Scheduled) -> bool:
+        """Only what was asked for."""
+        return sequence.request.drafter != "auto"
+
+    def row_budget(self, num_active: int, wanted_rows: int) -> int | None:
+        """Always fewer than are asked for."""
+        if self._turns is None:
+            return self._tuner.row_budget(num_active, wanted_rows)
+        return max(next(self._turns), num_active) if num_active < wanted_rows else None
+
+
+def timed_together(parts: Assembled, plan: Plan, drafter: str, depth: int | None) -> dict[str, float]:
+    """Tokens per second of four sequences in all, the best of some repeats, and tokens of a window."""
+    best: dict[str, float] = {}
+    for repeat in range(1 + plan.repeats):
+        requests = [
+            Request("", made_up_prompt(parts, plan.prompt_tokens // 4, seed), Sampling(), seed, plan.max_tokens, (),
+                    drafter=drafter, depth=depth)
+            for seed in range(MAX_SLOTS)
+        ]  # fmt: skip
+        all_seen = decode_all(parts, requests)
+        rate = sum(len(seen.token_ids) for seen in all_seen) / max(seen.seconds for seen in all_seen)
+        if repeat and rate > best.get("tok_per_s", 0.0):
+            best = {"tok_per_s": rate, "tokens_per_window": all_seen[0].figures()["tokens_per_step"]}
+    return {name: round(value, 4) for name, value in best.items()}
 
 
 def proposal_kernels(parts: Assembled, depth: int, repeats: int = 20) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def made_up_prompt(parts: Assembled, num_tokens: int, seed: int) -> tuple[int, .
 
 def identity(
     parts: Assembled,
-    methods: Sequence[tuple[str, int]],
+    methods: Sequence[tuple[str, int | None]],
     max_tokens: int = 64,
     prompt_tokens: Sequence[int] = IDENTITY_PROMPTS_TOKENS,
 ) -> dict[str, int]:

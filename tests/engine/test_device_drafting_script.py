@@ -25,6 +25,8 @@ def test_all_figures_on_a_tiny_model() -> None:
         draft_head_rows=96,
         read_bytes=1 << 20,
         repeats=1,
+        long_prompt_tokens=300,
+        identity_tokens=12,
     )
     document = measure(plan)
     assert json.loads(json.dumps(document)) == document
@@ -37,3 +39,7 @@ def test_all_figures_on_a_tiny_model() -> None:
     # Five matrices and the trimmed head of 96 rows, each read once a draft.
     assert 0 < document["draft_gb_per_token"] < document["target_gb_per_token"]
     assert document["figures"]["draft_over_floor"] > 0
+    assert set(document["four_sequences"]) == {"plain", "own rows", "shared rows"}
+    assert document["four_sequences"]["own rows"]["tokens_per_window"] == pytest.approx(3.40, abs=0.5)
+    for name, compared in (("identity_shared_rows", 96), ("identity_long", 240)):
+        assert document[name] == {"compared_tokens": compared, "differing_tokens": 0}
