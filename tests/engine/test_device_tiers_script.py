@@ -39,6 +39,7 @@ def test_every_section_runs_and_every_tier_is_equal(tmp_path: Path) -> None:
     for tier in ("host", "disk"):
         assert report[tier]["equal"] and report[tier]["cached_tokens"] >= 900
         assert report[tier]["restore_mb_per_s"] > 0
+    assert report["fast_disk"]["equal"] and report["fast_disk"]["cached_tokens"] >= 900
     assert report["overflow"]["equal"] and report["overflow"]["device_tokens"] < 1000
     assert report["beside_a_stream"]["stream_tokens_meanwhile"] > 1
 
