@@ -99,5 +99,20 @@ def test_the_budget_is_kept() -> None:
 
     report = self_test.run(Slow(CPU), CPU, seconds_budget=0.01)
     assert len(report.results) == 1 and len(report.skipped) == len(GROUPS) - 1 and report.passed
-    assert report.summary.endswith("gdn window, gdn of prompts")
+    assert report.summary.endswith("bf16 linear, attention bf16")
     assert report.lines()[-1].endswith("no time was left")
+
+
+def test_the_cache_in_use_goes_first_and_with_every_head_size() -> None:
+    class Noting(ReferenceOps):
+        def attention(self, q: Tensor, k_pages: Tensor, *arguments: Any, **more: Any) -> Tensor:
+            if len(q) == 1:
+                seen.append((k_pages.dtype, q.shape[2]))
+            return super().attention(q, k_pages, *arguments, **more)
+
+    for dtype, other in ((torch.bfloat16, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.bfloat16)):
+        seen: list[tuple[torch.dtype, int]] = []
+        ops = Noting(CPU, torch.bfloat16)
+        ops.cache_dtype = dtype
+        self_test.run(ops, CPU)
+        assert list(dict.fromkeys(seen)) == [(dtype, 256), (dtype, 128), (dtype, 64), (other, 128)]
