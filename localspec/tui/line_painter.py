@@ -15,6 +15,7 @@ from textual.strip import Strip
 
 MARGIN = 1
 KEPT_LINES = 2000
+COMPARED_LINES = 64
 MARK = "▌"
 _MARK_STYLE = Style(color=Color.parse("#4fc38a"), bold=True)
 
@@ -79,3 +80,14 @@ def selected(strip: Strip, selection: Selection, line_number: int, style: Style)
         return strip
     marked = Strip([Segment(s.text, (s.style or Style.null()) + style) for s in strip.crop(low, high)])
     return Strip.join([strip.crop(0, low), marked, strip.crop(high, strip.cell_length)])
+
+
+def same_lines(before: list[Strip], after: list[Strip]) -> int:
+    """How many lines at the beginning are the same in both. Of a long message nearly all are, mostly the very same."""
+    most = min(len(before), len(after))
+    same = 0
+    while same < most and before[same : same + COMPARED_LINES] == after[same : same + COMPARED_LINES]:
+        same += COMPARED_LINES
+    while same < most and (before[same] is after[same] or before[same] == after[same]):
+        same += 1
+    return min(same, most)

@@ -5,7 +5,6 @@ Knows which lines belong to which part, so that parts can be marked, copied and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +74,7 @@ class MessageLines:
         self._look: Look | None = None
         self._strips: list[Strip] = []
         self._blocks: list[Block] | None = None
+        self._spans_without_call = 0
 
     @property
     def siblings(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class MessageLines:
     def strips(self, look: Look) -> list[Strip]:
         """All lines of the message, with a blank one after it."""
         if look != self._look:
-            self._strips, self._look, self._blocks = list(self._build(look)), look, None
+            self._strips, self._look, self._blocks = self._build(look), look, None
         return self._strips
 
     def blocks(self, look: Look) -> list[Block]:
@@ -133,26 +133,27 @@ class MessageLines:
     def _is_open(self, fold: str, look: Look) -> bool:
         return self._folds.get(fold, look.thoughts_open and fold != "rest")
 
-    def _build(self, look: Look) -> Iterator[Strip]:
+    def _build(self, look: Look) -> list[Strip]:
         message = self._message
         self._places = []
-        yield self._header(look.width)
+        lines = [self._header(look.width)]
         if message.role != "assistant":
-            yield from self._plain(look)
+            lines += self._plain(look)
         elif look.drafts:
-            lines = [*wrap_text(draft_summary(message), look.width, _DIM), *wrap_runs(draft_runs(message), look.width)]
-            yield from self._placed("text", 1, lines, message.content)
+            drafted = [
+                *wrap_text(draft_summary(message), look.width, _DIM),
+                *wrap_runs(draft_runs(message), look.width),
+            ]
+            lines += self._placed("text", 1, drafted, message.content)
         else:
-            line = 1
             if message.reasoning:
-                thought = self._thought(look)
-                line += len(thought)
-                yield from thought
-            yield from self._answer(look, line)
+                lines += self._thought(look)
+            self._add_answer(look, lines)
         note = self._ending()
         if note:
-            yield from wrap_text(clean(note), look.width, _NOTE)
-        yield _BLANK
+            lines += wrap_text(clean(note), look.width, _NOTE)
+        lines.append(_BLANK)
+        return lines
 
     def _placed(self, part: Part, start: int, lines: list[Strip], text: str, fold: str = "") -> list[Strip]:
         self._places.append(Block(part, start, start + len(lines), text, fold))
@@ -202,24 +203,29 @@ class MessageLines:
             lines += [*wrap_text(clean(message.reasoning).strip("\n"), look.width, _THOUGHT), _BLANK]
         return self._placed("thought", 1, lines, message.reasoning.strip("\n"), "thought")
 
-    def _answer(self, look: Look, line: int) -> Iterator[Strip]:
-        """Text and calls in turn; `line` is the first line of the answer."""
-        number_of_text, number_of_call, first = 0, 0, line
-        for is_call, text in split_calls(self._message.content, self._message.spans):
-            if line > first:
-                yield _BLANK
-                line += 1
+    def _add_answer(self, look: Look, lines: list[Strip]) -> None:
+        """Text and calls in turn, after the lines that are there."""
+        number_of_text, number_of_call, first = 0, 0, len(lines)
+        for is_call, text in self._parts():
+            if len(lines) > first:
+                lines.append(_BLANK)
             if not is_call:
-                lines = self._markdown(look, number_of_text, text, line)
+                lines += self._markdown(look, number_of_text, text, len(lines))
                 number_of_text += 1
-                yield from lines
-                line += len(lines)
                 continue
             for call in read_calls(text):
-                lines = self._call(look, call, f"call {number_of_call}", line)
+                lines += self._call(look, call, f"call {number_of_call}", len(lines))
                 number_of_call += 1
-                yield from lines
-                line += len(lines)
+
+    def _parts(self) -> list[tuple[bool, str]]:
+        """What `split_calls` finds. Spans only grow: those that held no call are not looked at again."""
+        content, spans = self._message.content, self._message.spans
+        if self._spans_without_call > len(spans):
+            self._spans_without_call = 0
+        if any(phase == "tool_call" for _, _, phase in spans[self._spans_without_call :]):
+            return split_calls(content, spans)
+        self._spans_without_call = len(spans)
+        return [(False, content)] if content else []
 
     def _call(self, look: Look, call: Call, fold: str, line: int) -> list[Strip]:
         is_open = self._is_open(fold, look)

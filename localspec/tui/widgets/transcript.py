@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Self
 
 from rich.segment import Segment
 from rich.style import Style
@@ -18,14 +17,16 @@ from textual.binding import Binding
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
 from textual.selection import Selection
 from textual.strip import Strip
 
 from localspec.chats import Stored
 from localspec.tui.block_cursor import Mark, block_at, block_of, fold_of, next_block, next_message
-from localspec.tui.line_painter import MARGIN, LinePainter, selected
+from localspec.tui.line_painter import MARGIN, LinePainter, same_lines, selected
 from localspec.tui.markdown import MarkdownRenderer
 from localspec.tui.message_lines import Block, Look, MessageLines
+from localspec.tui.widgets.quick_bar import QuickScrollBar
 from localspec.tui.wrap import wrap_text
 
 # Opening a chat renders this much of its end at once; a page of Markdown takes some 20 ms.
@@ -63,10 +64,6 @@ class Transcript(ScrollView, can_focus=True):
             self.block = block
 
     def __init__(self, *, dark: bool = True, id: str | None = None) -> None:
-        # What is in view, from line `_window_top`; lines from `_changed_from` on must be made anew.
-        self._window: list[Strip] = []
-        self._window_top = -1
-        self._changed_from = 0
         super().__init__(id=id)
         self._renderer = MarkdownRenderer(dark=dark)
         self._look = Look(0, self._renderer)
@@ -109,11 +106,7 @@ class Transcript(ScrollView, can_focus=True):
         start = self._starts[-1]
         count = start + len(after)
         height = self._stepped(count) if message.state == "streaming" else count
-        same = 0
-        for old, new in zip(before, after, strict=False):
-            if old is not new and old != new:
-                break
-            same += 1
+        same = same_lines(before, after)
         self._line_count = count
         if height != self.virtual_size.height:
             self._grow(height)
@@ -241,34 +234,26 @@ class Transcript(ScrollView, can_focus=True):
         self.post_message(self.Chosen(action, message, self.marked_block))
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Finished lines. Every paint, however small, asks for all of them, so those in view are kept as a list."""
-        top, (width, height) = self.scroll_offset.y, self.size
-        is_whole = crop == Region(0, 0, width, height)
-        if not is_whole or self.text_selection is not None or self._mark is not None:
-            start, end = crop.column_span
-            strips = [self._finished(top + y) for y in crop.line_range]
-            return strips if (start, end) == (0, width) else [strip.crop(start, end) for strip in strips]
-        first = 0 if top != self._window_top or len(self._window) != height else self._changed_from - top
-        if first < height:
-            self._window[max(0, first) :] = [self._finished(top + y) for y in range(max(0, first), height)]
-        self._window_top, self._changed_from = top, top + height
-        return list(self._window)
+        top, (start, end) = self.scroll_offset.y, crop.column_span
+        strips = [self._finished(top + y) for y in crop.line_range]
+        return strips if (start, end) == (0, self.size.width) else [strip.crop(start, end) for strip in strips]
 
     def render_line(self, y: int) -> Strip:
         """One finished line of the view; text selection asks for the places in it."""
         return self._finished(self.scroll_offset.y + y)
 
-    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
-        # Lines that are painted anew may have changed; without regions all of them may.
-        if repaint:
-            lines = [region.y + self.scroll_offset.y for region in regions] or [0]
-            self._changed_from = min(self._changed_from, *lines)
-        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
-
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._base = None
         self._painter.forget()
+
+    @property
+    def vertical_scrollbar(self) -> ScrollBar:
+        if self._vertical_scrollbar is None:
+            self._vertical_scrollbar = bar = QuickScrollBar(thickness=self.scrollbar_size_vertical)
+            bar.display = False
+            self.app._start_widget(self, bar)
+        return self._vertical_scrollbar
 
     @property
     def allow_select(self) -> bool:
