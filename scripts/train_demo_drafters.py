@@ -61,6 +61,8 @@ GREEDY_SHARE = 0.85
 THREADS = 12
 HELD_OUT_SHARE = 0.02
 MAX_TOKENS = 1024
+KEPT_SHARE = 0.7
+"""Of the card, that the hiddens may take."""
 SECONDS_BESIDE = 9.0
 """Of a training: getting ready, measuring, writing the file."""
 
@@ -208,17 +210,24 @@ class Maker:
         self.say(f"{len(store)} measured answers")
         return store
 
-    def kept(self, store: AnswerStore) -> KeptHiddens:
-        """For all trainings together."""
+    def kept(self, store: AnswerStore) -> KeptHiddens | None:
+        """For all trainings together; None where they are too large for the card."""
         plan = BatchPlan(2 * self.chosen.tokens_per_batch, MAX_TOKENS, self.chosen.seed)
         outputs = block_taps(self.target.num_layers)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            needed = KeptHiddens.bytes_a_token(self.target, outputs) * int(store.index[:, 1].sum())
+            room = torch.cuda.get_device_properties(self.device).total_memory
+            self.say(f"{needed / 1e9:.0f} of {room / 1e9:.0f} GB of hiddens")
+            if needed > KEPT_SHARE * room:
+                return None
         found = KeptHiddens(self.target, store, outputs, plan)
         self.say("hiddens are kept")
         return found
 
-    def train(self, kind: str, seconds: float, store: AnswerStore, measured: AnswerStore, kept: KeptHiddens) -> None:
+    def train(
+        self, kind: str, seconds: float, store: AnswerStore, measured: AnswerStore, kept: KeptHiddens | None
+    ) -> None:
         chosen, name = self.chosen, kind.split("+", maxsplit=1)[0]
         folder = chosen.work / kind
         recipe = Recipe(
