@@ -137,6 +137,8 @@ def build(folder: Path, tiny: bool) -> Any:
 
 def run_engine(tiny: bool) -> None:
     """Serve; a number on stdin makes so many tokens here. One line of JSON for the address and for each answer."""
+    import torch
+
     from localspec.api.types import Delta, Done, Event, GenerateRequest
     from localspec.engine.build import EngineOptions
     from localspec.engine.engine import LocalEngine
@@ -172,7 +174,9 @@ def run_engine(tiny: bool) -> None:
 
     def listening(address: str) -> None:
         threading.Thread(target=listen, args=(asyncio.get_running_loop(),), daemon=True).start()
-        say(address=address)
+        device = built.parts.runner.ops.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        say(address=address, device=name)
 
     with tempfile.TemporaryDirectory() as name:
         engine = Timed(lambda model_id, report: None, EngineOptions())  # type: ignore[arg-type,return-value]
@@ -235,7 +239,8 @@ class Engine:
     def __init__(self, tiny: bool) -> None:
         command = [sys.executable, __file__, "--role", "engine", *(["--tiny"] if tiny else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self.address = str(self.next_line(START_LIMIT_S)["address"])
+        begun = self.next_line(START_LIMIT_S)
+        self.address, self.device = str(begun["address"]), str(begun["device"])
 
     def next_line(self, limit_s: float) -> dict[str, Any]:
         """What the engine says next. Raises TimeoutError, RuntimeError if it ended."""
@@ -335,6 +340,7 @@ def run(tokens: int, count: int, limit_s: float, tiny: bool, out: Path | None) -
     document: dict[str, Any] = {
         "measure": "ui",
         "model": "tiny" if tiny else "shapes of the 27B",
+        "device": engine.device,
         "weights": "random",
         "acceptance": "synthetic, Qwen's published MTP rates",
         "drafter": f"mtp, depth {DEPTH}",
