@@ -69,7 +69,8 @@ def update_state(state, decay, keys, update):
 
     state: [V, KO, KI]; keys: [KO, KI]; update: [V]. The FMA is explicit: no context may contract it in another way.
     """
-    return tl.fma(update[:, None, None] + tl.zeros_like(state), keys[None, :, :] + tl.zeros_like(state), state * decay)
+    columns = tl.broadcast_to(update[:, None, None], state.shape)
+    return tl.fma(columns, tl.broadcast_to(keys[None, :, :], state.shape), state * decay)
 
 
 @triton.jit
