@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import click
@@ -128,6 +129,8 @@ def cache_limit(
     """Show or set what the cache may take. An engine reads it when it starts."""
     folder = settings().paths.kv_dir
     asked = {"cap_bytes": cap, "min_free_bytes": free, "daily_write_bytes": daily, "host_bytes": memory}
+    if any(value is not None and math.isnan(value) for value in asked.values()):
+        raise click.UsageError("a limit is a number of GiB")
     given = {name: int(value * (1 << 30)) for name, value in asked.items() if value is not None}
     chosen = dataclasses.replace(ChosenLimits() if usual else read_limits(folder), **given)
     if given or usual:

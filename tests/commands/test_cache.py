@@ -83,7 +83,8 @@ def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) 
     call("limit", "--daily-gib", "0")
     assert read_limits(folder) == ChosenLimits(2 << 30, None, 0, 1 << 29)
     assert "2.0 GiB" in call("limit") and (folder / "limits.json").stat().st_mode & 0o777 == 0o600
-    call("limit", "--size-gib", "-1", code=2)
+    for wrong in ("-1", "nan", "inf", "x"):
+        call("limit", "--size-gib", wrong, code=2)
     assert read_limits(folder).of_disk() == SpillLimits(2 << 30, 10**10, 0)
     for damage in ('{"cap_bytes": -1}', '{"cap_bytes": true}', "[]", "{", '{"host_bytes": 1e30}'):
         (folder / "limits.json").write_text(damage)
