@@ -81,6 +81,17 @@ class Extender(Protocol):
         ...
 
 
+@runtime_checkable
+class Waiter(Protocol):
+    """A drafter that runs rows of its own later than the target does. `loses_rows`: it keeps only the last ones."""
+
+    loses_rows: bool
+
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> object:
+        """One pass over rows that wait, the oldest of the slots with a depth."""
+        ...
+
+
 @dataclass
 class NgramCounts:
     """What a table was worth; counted by the drafter, read from any thread."""

@@ -49,8 +49,9 @@ class ChainNetwork(Protocol):
 
 
 class ChainDrafter:
-    """Meets `Drafter`. `observe` only stores the rows of verify steps, which costs next to nothing while another method
-    drafts; `propose` runs what has waited, at most 16 rows, before it goes on. A slot that is not caught up waits.
+    """Meets `Drafter` and `Waiter`. `observe` only stores the rows of verify steps, which costs next to nothing while
+    another method drafts; `propose` runs what has waited, at most 16 rows, before it goes on. A slot that is not caught
+    up waits.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ChainDrafter:
         ops: Ops,
     ) -> None:
         self.name = cache_spec.owner
+        self.loses_rows = True
         self.origins: tuple[str, ...] = (self.name,)
         self.max_depth = max_depth
         self.needs = needs
@@ -84,7 +86,7 @@ class ChainDrafter:
         if not count:
             return finished_draft([], [], state.lengths > 0, depths, self.origins)
         frame = _Frame.of(state, depths, cache)
-        rounds = self._catch_up(frame, depths, state, count)
+        rounds = self._pass(frame, depths, state, count)
         hidden = self._newest.hidden[: state.lengths.shape[0]]
         tokens: list[Tensor] = []
         confidence: list[Tensor] = []
@@ -114,7 +116,12 @@ class ChainDrafter:
         self._newest.position[slot] = -1
         self._waiting.forget(slot)
 
-    def _catch_up(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
+    @torch.inference_mode()
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
+        """See `Waiter`."""
+        self._pass(_Frame.of(state, depths, cache), depths, state, 1)
+
+    def _pass(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
         """Run rows that wait, oldest first, with the target's hiddens."""
         taken = self._waiting.take(self._ops, depths, state)
         hidden = self._network.run(taken.token_ids, self._network.first_hidden(taken.sources), frame.pass_of(taken))

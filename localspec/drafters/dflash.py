@@ -74,6 +74,8 @@ class DFlashDrafter:
     name = "dflash"
     origins: tuple[str, ...] = ("dflash",)
 
+    loses_rows = True
+
     def __init__(self, backbone: BlockBackbone, selector: Selector | None, drawer: Drawer, fingerprint: str) -> None:
         self._backbone, self._selector, self._drawer = backbone, selector, drawer
         self.max_depth = backbone.shape.block_size - 1
@@ -105,6 +107,11 @@ class DFlashDrafter:
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Keep keys and values of the committed rows."""
         self._backbone.observe(rows, forward, state, cache)
+
+    @torch.inference_mode()
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
+        """See `Waiter`."""
+        self._backbone.catch_up(depths, state, cache)
 
     def forget(self, slot: int) -> None:
         """What waits belongs to another text."""

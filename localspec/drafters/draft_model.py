@@ -35,6 +35,7 @@ class ModelDrafter:
     origins: tuple[str, ...] = ("draft_model",)
     max_depth = MAX_DEPTH
     needs = HiddenNeeds()
+    loses_rows = False
 
     def __init__(self, model: Model, vocabulary: VocabularyMap | None, ops: Ops, num_slots: int, greedy: bool) -> None:
         """Raises ValueError for a model with recurrent state, which could not take back a refused draft."""
@@ -82,6 +83,11 @@ class ModelDrafter:
         kept = replace(rows, token_ids=self._own(rows.token_ids), slots=torch.where(committed, rows.slots, -1))
         self._model.forward(kept, cache, self.needs)
         self._read.scatter_reduce_(0, slots, torch.where(committed, rows.positions + 1, -1), "amax")
+
+    @torch.inference_mode()
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
+        """See `Waiter`; the text itself waits, so nothing is ever lost."""
+        self._catch_up(depths, state, cache)
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""

@@ -127,6 +127,8 @@ class DSparkDrafter:
     name = "dspark"
     origins: tuple[str, ...] = ("dspark",)
 
+    loses_rows = True
+
     def __init__(
         self, backbone: BlockBackbone, head: SequentialHead, shape: HeadShape, drawer: Drawer, fingerprint: str
     ) -> None:
@@ -152,6 +154,11 @@ class DSparkDrafter:
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Keep keys and values of the committed rows."""
         self._backbone.observe(rows, forward, state, cache)
+
+    @torch.inference_mode()
+    def catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> None:
+        """See `Waiter`."""
+        self._backbone.catch_up(depths, state, cache)
 
     def forget(self, slot: int) -> None:
         """What waits belongs to another text."""

@@ -16,6 +16,7 @@ from localspec.cache.pool import CachePool
 from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, VerifyPlan
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, Drafter, Extender
+from localspec.engine.keeping_up import UnreadRows
 from localspec.engine.verify_schedule import VerifySchedule, chosen
 
 NO_CACHE = Cache({}, {})
@@ -57,6 +58,7 @@ class DrafterSet:
         self._device = device
         self._depth_tensors: dict[tuple[int, ...], Tensor] = {}
         self._corpus_tokens = [0] * MAX_SLOTS
+        self.unread = UnreadRows.of(drafters)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,8 +117,32 @@ class DrafterSet:
         for drafter in self._drafters.values():
             drafter.observe(rows, forward, state, self._cache(drafter))
 
+    def count_plan(self, plan: VerifyPlan) -> None:
+        """The drafts of a plan are made, by a call or by a replay: its drafters ran what waited."""
+        for name in self.unread.waiters:
+            slots = [slot.slot for slot in plan.slots if slot.num_drafts and name in slot.drafter.split("+")]
+            if slots:
+                self.unread.ran(name, slots)
+
+    def keep_up(self, bounds: Mapping[int, int], state: SequenceState) -> None:
+        """Between two steps: run what a drafter that is not in use would lose. bounds: of the lengths, by slot."""
+        for name in self.unread.due() if bounds else ():
+            self._run_unread(name, tuple(sorted(bounds)), bounds, state)
+
+    def leave(self, slot: int, length_bound_tokens: int, state: SequenceState) -> None:
+        """A sequence ends: its next turn takes whole what its cache holds."""
+        for name in self.unread.last_passes(slot):
+            self._run_unread(name, (slot,), {slot: length_bound_tokens}, state)
+
+    def _run_unread(self, name: str, slots: tuple[int, ...], bounds: Mapping[int, int], state: SequenceState) -> None:
+        by_slot = tuple(int(slot in slots) for slot in range(MAX_SLOTS))
+        depths = Depths(self._depth_tensor(by_slot), 1, slots, tuple(bounds[slot] for slot in slots))
+        self.unread.waiters[name].catch_up(depths, state, self._cache(self._drafters[name]))
+        self.unread.ran(name, slots)
+
     def admit(self, slot: int, request: Request) -> None:
         """A slot was given to a request."""
+        self.unread.admit(slot)
         self._corpus_tokens[slot] = len(request.prediction_ids)
         for drafter in self._drafters.values():
             drafter.forget(slot)

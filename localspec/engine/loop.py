@@ -259,6 +259,9 @@ class DecodeLoop:
     def _verify(self, plan: VerifyPlan) -> None:
         # Masks depend on what the step before said, which lands while this one's forward pass runs.
         needs = replace(self._needs(plan), catch_up=lambda: self._land(drain=True))
+        bounds = {s.slot: s.length_bound_tokens for s in self._scheduler.active if not s.outgrown}
+        self.stages.drafters.keep_up(bounds, self.stages.runner.state)
+        self.stages.drafters.count_plan(plan)
         self._ring.push(run_verify(plan, self._device, needs, self.stages.runner.ops.waits))
         self._land(drain=False)
 
@@ -274,6 +277,7 @@ class DecodeLoop:
             self._scheduler.pace.see_step(landed.draft_ms + landed.verify_ms)
             self._accounting.count(landed, self._tickets)
             for result in landed.results:
+                self.stages.drafters.unread.landed(result.slot, len(result.token_ids))
                 ticket = self._tickets.get(result.sequence_id)
                 if ticket is not None and result.token_ids and self._follow(ticket, result):
                     ticket.sink(StepNews(result))
@@ -300,6 +304,8 @@ class DecodeLoop:
         """Put the sequence's tokens and, where the model has one, its state into the prefix tree; free the slot."""
         scheduler, runner = self._scheduler, self.stages.runner
         prefilling = sequence.stage is Stage.PREFILL
+        if not sequence.outgrown:
+            self.stages.drafters.leave(sequence.slot, sequence.length_bound_tokens, runner.state)
         snapshot = runner.save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
         slot = sequence.slot
         ids = sequence.known_ids[: sequence.prefilled_tokens] if prefilling else sequence.known_ids[:-1]
