@@ -96,14 +96,14 @@ def _bytes() -> Any:
     return torch.uint8
 
 
-async def measure(chosen: argparse.Namespace) -> list[Cell]:
+async def measure(chosen: argparse.Namespace) -> None:
     """Every cell; each extra draft model gets an engine of its own, and its cells its own name."""
     prompts = prompt_sets(chosen.data, chosen.prompts)
     prompts = {kind: found for kind, found in prompts.items() if kind in chosen.workloads.split(",")}
     model = chosen.home / "models" / MODEL_ID
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
-        extra = {"": None, "same model, pruned": pruned_model(model, Path(folder) / "pruned")}
+        extra: dict[str, Path | None] = {"": None, "same model, pruned": pruned_model(model, Path(folder) / "pruned")}
         if chosen.foreign is not None:
             extra[f"foreign vocabulary, {read_config(chosen.foreign)['model_type']}"] = chosen.foreign.resolve()
         for label, draft in extra.items():
@@ -112,8 +112,8 @@ async def measure(chosen: argparse.Namespace) -> list[Cell]:
             if draft is None:
                 for kind in TRAINED:
                     name = f"{MODEL_ID}.{kind}"
-                    (drafters / name).symlink_to(ROOT / "localspec/data/drafters" / name)
-                methods = [("ngram", 4), *((kind, depth) for kind in TRAINED for depth in chosen.depths), ("auto", 0)]
+                    (drafters / name).symlink_to(chosen.drafters.resolve() / name)
+                methods = [("auto", 0), ("ngram", 4), *((kind, depth) for kind in TRAINED for depth in chosen.depths)]
             else:
                 (drafters / f"{MODEL_ID}.draft_model").symlink_to(draft)
                 methods = [("draft_model", 4)]
@@ -125,7 +125,7 @@ async def measure(chosen: argparse.Namespace) -> list[Cell]:
             engine.start(MODEL_ID)
             info = await engine.wait_ready()
             known = tuple(method for method in methods if method[0] in info.drafters)
-            plan = BenchPlan(prompts, known, (1,), chosen.max_tokens)
+            plan = BenchPlan(prompts, known, (1,), chosen.max_tokens, cold=True)
             begun = time.monotonic()
             try:
                 found = await run_bench(engine, plan, lambda cell: print(cell, flush=True))
@@ -133,7 +133,8 @@ async def measure(chosen: argparse.Namespace) -> list[Cell]:
                 await engine.aclose()
             print(f"{label or 'trained'}: {time.monotonic() - begun:.0f} s", flush=True)
             cells += [_renamed(cell, label) for cell in found if not label or cell.drafter != "off"]
-    return cells
+            # What is measured so far stands, whatever ends the next engine.
+            write(chosen, cells)
 
 
 def _renamed(cell: Cell, label: str) -> Cell:
@@ -160,9 +161,8 @@ def write(chosen: argparse.Namespace, cells: list[Cell]) -> None:
         note = f" ({each['note']})" if each["note"] else ""
         size = f"{each['prompts']} prompts a kind, {each['max_tokens']} tokens each"
         parts.append(f"## On {each['device']}{note}: {size}\n")
-        parts.append(
-            markdown([Cell(**{**cell, "per_position": tuple(cell["per_position"])}) for cell in each["cells"]])
-        )
+        cells = [Cell(**{**cell, "per_position": tuple(cell["per_position"])}) for cell in each["cells"]]
+        parts += [markdown(cells), "\n" + against_fixed(cells)]
     chosen.out.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -174,6 +174,20 @@ none was trained on. Made by `scripts/measure_acceptance.py` (exact walks over t
 (1 = plain decoding), `per position` the share of steps that accept draft 1, 2, ...; `differ` counts tokens that are not
 those of plain decoding.
 """
+
+
+def against_fixed(cells: list[Cell]) -> str:
+    """The tuner, which began each kind of work with nothing learnt, beside the best fixed method and depth."""
+    lines = ["| workload | tuner, cold | best fixed | | share |", "| --- | ---: | ---: | --- | ---: |"]
+    for kind in KINDS:
+        tuned = [cell for cell in cells if cell.workload == kind and cell.drafter == "auto"]
+        fixed = [cell for cell in cells if cell.workload == kind and cell.drafter != "auto"]
+        if tuned and fixed:
+            best = max(fixed, key=lambda cell: cell.tok_per_s)
+            share = tuned[0].tok_per_s / best.tok_per_s
+            what = f"{best.drafter} {best.depth or ''}".strip()
+            lines.append(f"| {kind} | {tuned[0].tok_per_s:.1f} | {best.tok_per_s:.1f} | {what} | {share:.3f} |")
+    return "\n".join(lines) + "\n"
 
 
 def walked(folder: Path) -> str:
@@ -198,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--home", type=Path, required=True, help="LOCALSPEC_HOME with the demo installed.")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--drafters", type=Path, default=ROOT / "localspec/data/drafters")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=8, help="Of each kind of work.")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -209,7 +224,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     chosen.json = chosen.json or ROOT / f"scripts/results/matrix_{chosen.device}.json"
-    write(chosen, asyncio.run(measure(chosen)))
+    asyncio.run(measure(chosen))
 
 
 if __name__ == "__main__":

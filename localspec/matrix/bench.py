@@ -13,14 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol, runtime_checkable
 
 from localspec.api.engine import Engine
 from localspec.api.types import Delta, Done, DrafterMetrics, GenerateRequest, MetricsSnapshot, Sampling, Timings, Usage
 from localspec.matrix.prompts import Prompt
 
-OFF = "off"
+OFF, AUTO = "off", "auto"
 AS_IT_IS = "server"
 """Method of a server that chooses by itself."""
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """An engine whose tuner can begin anew."""
+
+    async def reset_tuner(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class BenchPlan:
     methods: tuple[tuple[str, int], ...]
     active: tuple[int, ...] = (1,)
     max_tokens: int = 96
+    cold: bool = False
+    """Whether what the engine's tuner learnt is forgotten before each cell that it steers."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ async def run_bench(engine: Engine, plan: BenchPlan, progress: Callable[[Cell], 
         for drafter, depth in methods:
             if depth > exhausted.get(drafter, depth):
                 continue
+            if plan.cold and drafter == AUTO and isinstance(engine, Forgetful):
+                await engine.reset_tuner()
             run = await _run(engine, prompts, (drafter, depth), active, plan.max_tokens)
             if drafter == OFF:
                 control = run
