@@ -68,6 +68,13 @@ class SpillAdmin:
             for chat_id, fingerprint, count, size, tokens in self._index.chats()
         ]
 
+    def without_chat(self) -> tuple[int, int]:
+        """(blocks, bytes) of programs that named no chat."""
+        (count, size) = self._index.connection().execute(
+            "SELECT count(*), coalesce(sum(file_bytes), 0) FROM block WHERE key NOT IN (SELECT key FROM chat)"
+        ).fetchone()  # fmt: skip
+        return int(count), int(size)
+
     def models(self) -> list[ModelRow]:
         """Every model (with its drafters and back end) that has blocks or had some."""
         return sorted(self._index.models(), key=lambda row: -row.stored_bytes)

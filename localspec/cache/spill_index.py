@@ -8,13 +8,14 @@ or forward changes nothing. Any thread may call; each has its own connection, an
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from localspec.storage.files import make_private_file
 
 _Value = TypeVar("_Value")
 SEGMENT, STATE = 0, 1
@@ -129,8 +130,8 @@ class SpillIndex:
         held: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if held is not None and held[0] == self._epoch:
             return held[1]
-        # Made by us first: SQLite would create it with the umask's mode, and its journals copy the mode.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        # SQLite would create it with the umask's mode, and its journals copy the mode.
+        make_private_file(self.path)
         db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         with self._lock:
             self._connections.append(db)
@@ -352,10 +353,11 @@ class SpillIndex:
 
     def chats(self) -> list[tuple[str, bytes, int, int, int]]:
         """(chat, fingerprint, blocks, bytes, longest chain in tokens) of every chat and model."""
-        return self.connection().execute(
+        rows = self.connection().execute(
             "SELECT c.chat_id, b.fingerprint, count(*), sum(b.file_bytes), max(b.token_end) "
             "FROM chat c JOIN block b ON b.key = c.key GROUP BY c.chat_id, b.fingerprint ORDER BY 4 DESC"
-        ).fetchall()  # fmt: skip
+        )
+        return [(_expect(row[0], str), _expect(row[1], bytes), *row[2:]) for row in rows]
 
     def _exists(self, condition: str, value: bytes) -> bool:
         row = self.connection().execute(f"SELECT EXISTS (SELECT 1 FROM block WHERE {condition})", (value,)).fetchone()

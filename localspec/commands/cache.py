@@ -29,10 +29,13 @@ def cache_ls(as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
         return
-    if not rows:
-        click.echo("No conversation is kept on disk.", err=True)
     for row in rows:
         click.echo(f"{row.chat_id:<36}  {row.model_id:<24} {row.tokens:>8,} tokens {gib(row.stored_bytes):>10}")
+    num_blocks, other_bytes = admin.without_chat() if admin is not None else (0, 0)
+    if num_blocks:
+        click.echo(f"{gib(other_bytes)} more are of programs that named no chat; they go with their model.", err=True)
+    elif not rows:
+        click.echo("No conversation is kept on disk.", err=True)
 
 
 @cache.command("df")

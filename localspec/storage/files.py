@@ -68,6 +68,22 @@ def make_private_directory(path: Path) -> None:
         path.chmod(0o700)
 
 
+def make_private_file(path: Path) -> None:
+    """Create an empty file of mode 0600 where there is none, for SQLite.
+
+    One that exists is not opened: closing it would drop the locks that this process's connections hold on it, and the
+    next process to leave would take the journal away under them.
+
+    Raises:
+        OSError: the path is a link, or the file cannot be created.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
 def sync_directory(path: Path) -> None:
     """Make a rename in this directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
