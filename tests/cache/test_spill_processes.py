@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,7 @@ with SpillAdmin(Path(sys.argv[1])) as admin:
 
 
 def blocks_seen_by_another_process(folder: Path) -> int:
-    run = subprocess.run(
-        [sys.executable, "-c", LOOK, str(folder)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    return int(run.stdout)
+    return int(subprocess.check_output([sys.executable, "-c", LOOK, str(folder)], text=True, cwd=ROOT))
 
 
 def test_a_command_that_looks_takes_no_journal_away(tmp_path: Path) -> None:
@@ -37,11 +33,8 @@ def test_a_command_that_looks_takes_no_journal_away(tmp_path: Path) -> None:
     for seed in range(3):
         write(store, ids_of(seed, 700), chat=f"chat {seed}")
         # Another thread's first look opens a connection of its own.
-        found: list[int] = []
-        thread = threading.Thread(target=lambda s=seed: found.append(store.lookup(ids_of(s, 700)).num_tokens))  # type: ignore[misc]
-        thread.start()
-        thread.join()
-        assert found == [700]
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(store.lookup, ids_of(seed, 700)).result(20).num_tokens == 700
         assert blocks_seen_by_another_process(store.folder) == 3 * (seed + 1)
         assert (store.folder / "index.sqlite3-wal").exists()
     store.close()
@@ -64,4 +57,4 @@ def test_the_index_is_never_a_link(tmp_path: Path) -> None:
             make_private_file(link)
     assert target.read_bytes() == b"precious"
     make_private_file(tmp_path / "new")
-    assert os.stat(tmp_path / "new").st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
