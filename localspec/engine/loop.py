@@ -259,7 +259,8 @@ class DecodeLoop:
     def _verify(self, plan: VerifyPlan) -> None:
         # Masks depend on what the step before said, which lands while this one's forward pass runs.
         needs = replace(self._needs(plan), catch_up=lambda: self._land(drain=True))
-        bounds = {s.slot: s.length_bound_tokens for s in self._scheduler.active if not s.outgrown}
+        outgrown = {sequence.slot for sequence in self._scheduler.active if sequence.outgrown}
+        bounds = {slot.slot: slot.length_bound_tokens for slot in plan.slots if slot.slot not in outgrown}
         self.stages.drafters.keep_up(bounds, self.stages.runner.state)
         self.stages.drafters.count_plan(plan)
         self._ring.push(run_verify(plan, self._device, needs, self.stages.runner.ops.waits))

@@ -37,8 +37,9 @@ def take_rows(kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
     num_slots, num_kept = kept.valid_from.shape[0], kept.sources.shape[1]
     done, ends = kept.done[:num_slots], texts.lengths - 1
     begin = torch.maximum(done, ends - num_kept)
-    kept.valid_from.copy_(torch.where((done >= 0) & (begin > done), begin, kept.valid_from))
     asked = (texts.depths > 0) & (done >= 0)
+    # Of a slot that is not asked for, rows may be missing because its prompt is still being read.
+    kept.valid_from.copy_(torch.where(asked & (begin > done), begin, kept.valid_from))
     wanted = torch.where(asked, (ends - begin).clamp(min=0), 0)
     cap = torch.arange(1, num_rows + 1, device=wanted.device)
     fits = torch.minimum(wanted, cap[:, None]).sum(dim=1) <= num_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,21 +31,28 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield engine
 
 
-def drafts_of(parts: Assembled, prompt: list[int], name: str, salt: str) -> tuple[list[list[float]], list[int], int]:
-    """Confidences of every window of an answer, its tokens, and how many of its prompt's tokens came from the cache."""
-    told: list[list[float]] = []
+@contextmanager
+def confidences() -> Iterator[dict[int, list[list[float]]]]:
+    """Of every window, by the drafts' sequence."""
+    told: dict[int, list[list[float]]] = {}
     see = VerifySchedule.see
 
     def seen(self: VerifySchedule, result: SlotResult) -> list[float]:
-        told.append(list(result.confidence))
+        told.setdefault(result.sequence_id, []).append(list(result.confidence))
         return see(self, result)
 
     VerifySchedule.see = seen  # type: ignore[method-assign]
     try:
-        found = run(parts, [make_request(prompt, drafter=name, depth=3, max_tokens=20, cache_salt=salt)])[0]
+        yield told
     finally:
         VerifySchedule.see = see  # type: ignore[method-assign]
-    return told, found.token_ids, found.cached_tokens
+
+
+def drafts_of(parts: Assembled, prompt: list[int], name: str, salt: str) -> tuple[list[list[float]], list[int], int]:
+    """Confidences of every window of an answer, its tokens, and how many of its prompt's tokens came from the cache."""
+    with confidences() as told:
+        found = run(parts, [make_request(prompt, drafter=name, depth=3, max_tokens=20, cache_salt=salt)])[0]
+    return next(iter(told.values())), found.token_ids, found.cached_tokens
 
 
 @pytest.mark.parametrize("idle_tokens", [9, 150])
@@ -94,3 +102,17 @@ def test_rows_are_counted_as_they_are_shared() -> None:
     assert len(unread.last_passes(1)) == MAX_LAST_PASSES
     unread.admit(1)
     assert unread.rows["mtp"] == [0, 0, 0, 3] and unread.due() == []
+
+
+def test_a_prompt_that_is_read_meanwhile_is_left_alone(parts: Assembled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a prompt beside an idle answer: nothing of them waits, though the drafter runs at every step."""
+    monkeypatch.setattr(UnreadRows, "due", lambda self: list(self.waiters))
+    name = parts.loop.stages.drafters.names[0]
+    prompt = [(13 * i + 1) % 90 for i in range(420)]
+    asked = make_request(prompt, drafter=name, depth=3, max_tokens=20, cache_salt="beside")
+    with confidences() as told:
+        run(parts, [make_request([5, 6, 7, 8], drafter="off", max_tokens=120), asked])
+    beside = next(windows for windows in told.values() if any(windows))
+    whole, _, _ = drafts_of(parts, prompt, name, "alone")
+    for window, wanted in zip(beside, whole, strict=True):
+        assert window == pytest.approx(wanted, rel=1e-3, abs=1e-5)

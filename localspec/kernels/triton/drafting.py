@@ -124,8 +124,10 @@ def take_rows_kernel(
     depth = tl.load(depths_ptr + slot, mask=is_slot, other=0)
     valid = tl.load(valid_ptr + slot, mask=is_slot, other=0)
     begin = tl.maximum(done, end - num_kept)
-    valid = tl.where((done >= 0) & (begin > done), begin, valid)
-    wanted = tl.where((depth > 0) & (done >= 0), tl.maximum(end - begin, 0), 0)
+    asked = (depth > 0) & (done >= 0)
+    # Of a slot that is not asked for, rows may be missing because its prompt is still being read.
+    valid = tl.where(asked & (begin > done), begin, valid)
+    wanted = tl.where(asked, tl.maximum(end - begin, 0), 0)
     row = tl.arange(0, ROWS)
     fits = tl.sum(tl.minimum(wanted[None, :], row[:, None] + 1), axis=1) <= ROWS
     counts = tl.minimum(wanted, tl.sum(fits.to(tl.int64), axis=0))
