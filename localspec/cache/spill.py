@@ -205,6 +205,14 @@ class SpillStore:
         """Whether it is worth making copies of anything now."""
         return not self.off_reason or time.monotonic() >= self._off_until_s
 
+    def come_back(self) -> None:
+        """Before a turn is written: a directory that was thrown away under a running engine is made again."""
+        with self._guarded():
+            make_private_directory(self.folder)
+            if self.index.reopen_if_replaced():
+                log.warning("the caches in %s were thrown away and begin again", self.folder)
+                self._register()
+
     def stop_writing(self, reason: str) -> None:
         """Say why nothing is written; tried again after a minute."""
         if reason != self.off_reason:

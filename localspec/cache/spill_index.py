@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from localspec.cache.spill_schema import TABLES, VERSION
 from localspec.storage.files import make_private_file
 
 _Value = TypeVar("_Value")
 SEGMENT, STATE = 0, 1
-VERSION = 1
 BUSY_TIMEOUT_S = 10.0
 AGE_TURNS = 32.0
 """A block that was not used for as many turns must be worth twice as much per byte to stay."""
@@ -28,33 +28,6 @@ INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 REBUILT = "rebuilt"
 """Counter of an index that was made again from the files: some rows have no chats."""
 _FEW_KEYS = 64
-_TABLES = """
-CREATE TABLE block(
-    key BLOB PRIMARY KEY, fingerprint BLOB NOT NULL, parent BLOB NOT NULL, kind INTEGER NOT NULL,
-    token_begin INTEGER NOT NULL, token_end INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
-    worth REAL NOT NULL, priority REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX block_by_parent ON block(parent, kind);
-CREATE INDEX block_by_priority ON block(priority, token_end DESC);
-CREATE TABLE segment_ids(parent BLOB, ids BLOB, key BLOB, PRIMARY KEY(parent, ids)) WITHOUT ROWID;
-CREATE INDEX segment_ids_by_key ON segment_ids(key);
-CREATE TABLE chat(chat_id TEXT, key BLOB, PRIMARY KEY(chat_id, key)) WITHOUT ROWID;
-CREATE INDEX chat_by_key ON chat(key);
-CREATE TABLE model(
-    fingerprint BLOB PRIMARY KEY, model_id TEXT NOT NULL, folder TEXT NOT NULL, needs_state INTEGER NOT NULL,
-    stored_bytes INTEGER NOT NULL DEFAULT 0, num_blocks INTEGER NOT NULL DEFAULT 0,
-    prefill_tok_per_s REAL, read_bytes_per_s REAL);
-CREATE TABLE counter(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TRIGGER block_added AFTER INSERT ON block BEGIN
-    UPDATE model SET stored_bytes = stored_bytes + new.file_bytes, num_blocks = num_blocks + 1
-    WHERE fingerprint = new.fingerprint;
-END;
-CREATE TRIGGER block_removed AFTER DELETE ON block BEGIN
-    UPDATE model SET stored_bytes = stored_bytes - old.file_bytes, num_blocks = num_blocks - 1
-    WHERE fingerprint = old.fingerprint;
-    DELETE FROM segment_ids WHERE key = old.key;
-    DELETE FROM chat WHERE key = old.key;
-END;
-"""
 _COLUMNS = "key, fingerprint, parent, kind, token_begin, token_end, file_bytes, worth"
 
 
@@ -98,6 +71,7 @@ class SpillIndex:
         self._connections: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._epoch = 0
+        self._inode = 0
         self._open()
 
     def _open(self) -> None:
@@ -116,6 +90,15 @@ class SpillIndex:
         self.was_lost = existed
         self.reset()
 
+    def reopen_if_replaced(self) -> bool:
+        """Follow a file that somebody deleted or put another one in the place of; whether that was so."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                return False
+        self.close()
+        self._open()
+        return True
+
     def reset(self) -> None:
         """Start again with an empty index; every block on disk becomes litter."""
         self.close()
@@ -123,7 +106,7 @@ class SpillIndex:
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         db = self.connection()
         self.is_new = True
-        db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        db.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
 
     def connection(self) -> sqlite3.Connection:
         """This thread's connection."""
@@ -135,6 +118,7 @@ class SpillIndex:
         db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         with self._lock:
             self._connections.append(db)
+            self._inode = self.path.stat().st_ino
         self._local.held = (self._epoch, db)
         # A row with the ids of a whole segment must fit a page four times, or SQLite gives each a page of its own.
         db.execute("PRAGMA page_size = 8192")

@@ -30,6 +30,7 @@ class Spiller:
         """Write what the tier lacks; returns bytes. Stops at the next block once `hurry` says so."""
         if turn.dropped or not self._store.may_write:
             return 0
+        self._store.come_back()
         writer = TurnWriter(self._store, turn.token_ids, turn.salt, turn.chat_id)
         for place in writer.missing:
             payload: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,26 @@ def test_a_command_that_looks_takes_no_journal_away(tmp_path: Path) -> None:
         assert found_again.num_tokens == 700
         check_found(again, found_again, ids_of(seed, 700))
     assert again.index.connection().execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_directory_that_is_thrown_away_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ids = ids_of(1, 700)
+    store = SpillStore(tmp_path / "kv", identity(), WIDE)
+    write(store, ids, chat="a")
+    store.come_back()
+    assert store.lookup(ids).num_tokens == 700, "nothing happens where nothing happened"
+    for leave in ("nothing", "an empty directory", "another index"):
+        shutil.rmtree(store.folder)
+        if leave != "nothing":
+            store.folder.mkdir(mode=0o755)
+        if leave == "another index":
+            SpillStore(store.folder, identity("other"), WIDE).close()
+        store.come_back()
+        assert store.lookup(ids).num_tokens == 0
+        assert write(store, ids, chat="a").written_bytes and not store.off_reason
+        assert store.lookup(ids).num_tokens == 700 and blocks_seen_by_another_process(store.folder) == 3
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert caplog.text.count("thrown away") == 3
 
 
 def test_the_index_is_never_a_link(tmp_path: Path) -> None:
