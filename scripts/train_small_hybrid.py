@@ -5,6 +5,9 @@ byte-level tokenizer on it; `train` trains the model, lets it write, trains the 
 
     python scripts/train_small_hybrid.py corpus --data ../shared/data --out DIR
     python scripts/train_small_hybrid.py train --corpus DIR --out DIR --seconds 60,25
+
+With `--full-attention-every 1` and no seconds for the block it is a model of attention layers only, which can draft for
+others: the draft of another vocabulary in the matrix.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from localspec.storage.safetensors import SafetensorsFile
 from localspec.training.answers import Answer, AnswerStore, BatchPlan
 from localspec.training.export import drafter_tensors
-from localspec.training.hybrid import HybridTarget, new_hybrid, save_hybrid
+from localspec.training.hybrid import HybridModule, HybridTarget, new_hybrid, save_hybrid
 from localspec.training.mtp import TrainableMtp
 from localspec.training.trainer import Trainer, TrainPlan
 
@@ -115,7 +118,11 @@ def train(chosen: argparse.Namespace) -> None:
     tokens = torch.from_numpy(np.fromfile(chosen.corpus / "tokens.bin", dtype=np.uint16).astype(np.int64))
     split = int(len(tokens) * (1 - HELD_OUT_SHARE))
     seconds = [float(part) for part in chosen.seconds.split(",")]
-    module = new_hybrid(CONFIG, chosen.seed).to(device)
+    config = {
+        **CONFIG,
+        "text_config": {**CONFIG["text_config"], "full_attention_interval": chosen.full_attention_every},
+    }
+    module = new_hybrid(config, chosen.seed).to(device)
     report: dict[str, Any] = {"seed": chosen.seed, "corpus_tokens": len(tokens), "torch": torch.__version__}
     report["model"] = train_model(module, tokens[:split].to(device), tokens[split:].to(device), seconds[0], chosen)
     # What is saved is BF16: the block is trained on those values.
@@ -123,26 +130,41 @@ def train(chosen: argparse.Namespace) -> None:
         for name, parameter in module.named_parameters():
             if not name.endswith(("A_log", "dt_bias")):
                 parameter.copy_(parameter.to(torch.bfloat16))
+    block = train_block(module, config, (tokens, split), chosen, report) if seconds[1] or chosen.steps else None
+    report["seconds"] = round(time.monotonic() - begun, 1)
+    save_hybrid(module, config, chosen.out, drafter_tensors(block, "bf16") if block else {})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(chosen.corpus / name, chosen.out / name)
+    (chosen.out / "report.json").write_text(json.dumps(report, indent=1))
+    with SafetensorsFile.open(chosen.out / "model.safetensors") as file:
+        print(json.dumps({"tensors": len(file.entries), "seconds": report["seconds"]}), flush=True)
+
+
+def train_block(
+    module: HybridModule,
+    config: dict[str, Any],
+    text: tuple[torch.Tensor, int],
+    chosen: argparse.Namespace,
+    report: dict[str, Any],
+) -> TrainableMtp:
+    """The block, on what the model writes. text: tokens, and where those begin that are kept back."""
+    device, begun = torch.device(chosen.device), time.monotonic()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = HybridTarget(module, device, dtype)
-    store = write(target, tokens, split, chosen)
+    store = write(target, *text, chosen)
     print(f"[{time.monotonic() - begun:.1f} s] {len(store)} texts for the block", flush=True)
-    block = TrainableMtp(CONFIG, target, chosen.seed)
+    block = TrainableMtp(config, target, chosen.seed)
     plan = TrainPlan(chosen.steps, BatchPlan(16384, 256, chosen.seed), measure_every=200, save_every=1 << 30)
     trainer = Trainer(block, target, store, plan, chosen.work)
     if not chosen.steps:
-        steps = max(20, int(seconds[1] / trainer.seconds_a_step()))
+        seconds = float(chosen.seconds.split(",")[1])
+        steps = max(20, int(seconds / trainer.seconds_a_step()))
         trainer.plan = TrainPlan(steps, plan.batches, measure_every=200, save_every=1 << 30)
     curve = trainer.run(lambda line: print(f"mtp: {line}", flush=True))
     report["mtp"] = {"steps": trainer.plan.steps, "length": curve[-1].length, "rates": curve[-1].rates}
     report["mtp"]["curve"] = [(point.step, point.loss, point.length) for point in curve]
     report["parameters"] = sum(each.numel() for each in (*module.parameters(), *block.module.parameters()))
-    save_hybrid(module, CONFIG, chosen.out, drafter_tensors(block, "bf16"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(chosen.corpus / name, chosen.out / name)
-    (chosen.out / "report.json").write_text(json.dumps(report, indent=1))
-    with SafetensorsFile.open(chosen.out / "model.safetensors") as file:
-        print(json.dumps({"tensors": len(file.entries), "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+    return block
 
 
 def train_model(
@@ -216,6 +238,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("small_hybrid_work"))
     parser.add_argument("--seconds", default="60,25", help="Of the model and of its block.")
     parser.add_argument("--steps", type=int, default=0, help="Of both, instead of seconds.")
+    parser.add_argument("--full-attention-every", type=int, default=3, help="Layers; 1: no recurrent layer.")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--texts", type=int, default=16384)
     parser.add_argument("--rate", type=float, default=3e-3)
