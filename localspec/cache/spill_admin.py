@@ -153,6 +153,18 @@ class SpillAdmin:
         return ""
 
 
+def forget_chat_on_disk(folder: Path, chat_id: str) -> int:
+    """Delete what only this chat has in a cache directory that no engine of ours uses; returns the number of blocks.
+
+    Raises OSError, sqlite3.Error where it cannot.
+    """
+    try:
+        with SpillAdmin(folder) as admin:
+            return admin.remove_chat(chat_id)
+    except FileNotFoundError:
+        return 0
+
+
 def sweep_all(folder: Path) -> None:
     """Remove a cache whose index cannot even be opened."""
     with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from localspec.api.types import (
     TokenLogprob,
     Usage,
 )
+from localspec.cache.spill_admin import forget_chat_on_disk
 from localspec.core.records import SlotResult
 from localspec.engine.build import Built, EngineOptions, ModelPlace, build
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
@@ -138,6 +139,11 @@ class LocalEngine:
         return found[0]
 
     async def forget(self, chat_id: str) -> None:
+        await asyncio.to_thread(self._loaded.wait)
+        if self._built is None and self._options.kv_dir is not None:
+            # No model could be loaded; what an earlier one left goes all the same.
+            await asyncio.to_thread(forget_chat_on_disk, self._options.kv_dir, chat_id)
+            return
         built = self._ready()
         built.text.tokenizer.memory.clear()
         if built.tables is not None:

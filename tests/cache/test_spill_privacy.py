@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -25,6 +27,28 @@ def by_the_command(store: SpillStore) -> None:
 def by_model(store: SpillStore) -> None:
     with SpillAdmin(store.folder) as admin:
         admin.remove_model("m")
+
+
+@pytest.mark.torch
+def test_a_chat_is_forgotten_though_no_model_could_be_loaded(tmp_path: Path) -> None:
+    from localspec.engine.engine import EngineOptions, LocalEngine
+
+    store = SpillStore(tmp_path / "kv", identity(), WIDE)
+    write(store, ids_of(1, 700), chat="secret")
+    write(store, ids_of(2, 700), chat="other")
+
+    def nowhere(model_id: str, told: Callable[[str], None]) -> NoReturn:
+        raise FileNotFoundError(model_id)
+
+    async def forget() -> None:
+        for folder in (tmp_path / "never", tmp_path / "kv"):
+            engine = LocalEngine(nowhere, EngineOptions(device="cpu", kv_dir=folder))
+            engine.start("m")
+            await engine.forget("secret")
+
+    asyncio.run(forget())
+    assert store.lookup(ids_of(1, 700)).num_tokens == 0 and store.lookup(ids_of(2, 700)).num_tokens == 700
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("forget", [by_the_engine, by_the_command, by_model])
