@@ -92,6 +92,37 @@ def test_beside_other_streams_and_one_after_the_other(machine: Machine) -> None:
     assert facts(items) == facts(wanted)
 
 
+def test_several_large_ones_take_turns_and_none_starves(machine: Machine) -> None:
+    """Three of them, two turns each, while there is always a short one waiting too."""
+    ask = dict(max_tokens=6, logprobs=0, sampling=LAW)
+    firsts = [make_request(prompt_ids(seed, 960), chat_id=f"c{seed}", **ask) for seed in (1, 2, 3)]
+    with engine(machine, None) as parts:
+        wanted = [run(parts, [each])[0] for each in firsts]
+        seconds = [
+            make_request([*each.prompt_ids, *item.token_ids, *prompt_ids(4, 7)], chat_id=each.chat_id, **ask)
+            for each, item in zip(firsts, wanted, strict=True)
+        ]
+        wanted += [run(parts, [each])[0] for each in seconds]
+    with engine(machine, 256) as parts:
+        large = [Collected() for _ in range(6)]
+        for request, item in zip([*firsts, *seconds], large, strict=True):
+            parts.loop.submit(request, item.see)
+        ended: list[int] = []
+        shorts: list[Collected] = []
+
+        def another_short() -> bool:
+            ended.extend(i for i, item in enumerate(large) if item.done.is_set() and i not in ended)
+            if sum(not short.done.is_set() for short in shorts) < 5:
+                shorts.append(Collected())
+                parts.loop.submit(make_request(prompt_ids(50 + len(shorts), 40), max_tokens=12), shorts[-1].see)
+            return len(ended) == 6
+
+        wait(another_short, 120.0)
+        assert ended == sorted(ended), "in the order in which they came"
+        assert all(short.done.wait(20) for short in shorts) and len(shorts) > 6
+    assert facts(large) == facts(wanted)
+
+
 def test_a_short_chat_that_might_grow_is_like_any_other(machine: Machine) -> None:
     """Nobody said how long the answer may be: drafters with planes draft, and all of it is found again."""
     first = prompt_ids(1, 300)
