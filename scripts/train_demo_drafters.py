@@ -31,7 +31,7 @@ from localspec.engine.template import ChatTemplate
 from localspec.engine.tokenizer import Tokenizer
 from localspec.formats.checkpoint import open_checkpoint, read_config
 from localspec.training.answers import Answer, AnswerStore, BatchPlan
-from localspec.training.kept import KeptHiddens
+from localspec.training.kept import KeptHiddens, keep_what_fits
 from localspec.training.parts import set_rounding
 from localspec.training.recipe import Recipe, block_taps, train
 from localspec.training.target import DenseTarget
@@ -61,8 +61,6 @@ GREEDY_SHARE = 0.85
 THREADS = 12
 HELD_OUT_SHARE = 0.02
 MAX_TOKENS = 1024
-KEPT_SHARE = 0.7
-"""Of the card, that the hiddens may take."""
 SECONDS_BESIDE = 9.0
 """Of a training: getting ready, measuring, writing the file."""
 
@@ -211,18 +209,11 @@ class Maker:
         return store
 
     def kept(self, store: AnswerStore) -> KeptHiddens | None:
-        """For all trainings together; None where they are too large for the card."""
+        """For all trainings together, on a card with room for them."""
         plan = BatchPlan(2 * self.chosen.tokens_per_batch, MAX_TOKENS, self.chosen.seed)
         outputs = block_taps(self.target.num_layers)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            needed = KeptHiddens.bytes_a_token(self.target, outputs) * int(store.index[:, 1].sum())
-            room = torch.cuda.get_device_properties(self.device).total_memory
-            self.say(f"{needed / 1e9:.0f} of {room / 1e9:.0f} GB of hiddens")
-            if needed > KEPT_SHARE * room:
-                return None
-        found = KeptHiddens(self.target, store, outputs, plan)
-        self.say("hiddens are kept")
+        found = keep_what_fits(self.target, store, outputs, plan)
+        self.say("hiddens are read with every batch" if found is None else "hiddens are kept")
         return found
 
     def train(

@@ -16,6 +16,8 @@ from torch import Tensor
 from localspec.training.answers import LENGTH_MULTIPLE, AnswerStore, Batch, BatchPlan, epoch_batches
 from localspec.training.target import Hiddens, Target
 
+ROOM_SHARE = 0.7
+"""Of a card's free memory, that hiddens may take."""
 NO_TOKENS = "a store without sequences has no hiddens to keep"
 
 
@@ -90,3 +92,17 @@ class KeptHiddens:
         labels = (columns > self._host_answers[host, None]) & (columns < self._host_lengths[host, None])
         label_rows = self._on_device(np.flatnonzero(labels))
         return Batch(tokens, starts, ends, label_rows), Hiddens(taps, found[..., -size:])
+
+
+def keep_what_fits(
+    target: Target, store: AnswerStore, layer_outputs: tuple[int, ...], plan: BatchPlan
+) -> KeptHiddens | None:
+    """The hiddens of a store on a card that has room for them; None on a CPU and where they are too many."""
+    if target.device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    tokens = int(np.minimum(store.index[:, 1], plan.max_tokens).sum())
+    free_bytes, _ = torch.cuda.mem_get_info(target.device)
+    if not tokens or tokens * KeptHiddens.bytes_a_token(target, layer_outputs) > ROOM_SHARE * free_bytes:
+        return None
+    return KeptHiddens(target, store, layer_outputs, plan)

@@ -17,7 +17,7 @@ from localspec.training.drafting import DrafterSizes, DraftVocabulary, Trainable
 from localspec.training.eagle3 import TrainableEagle3, eagle3_config
 from localspec.training.export import Form, export
 from localspec.training.hybrid import HybridTarget, load_hybrid
-from localspec.training.kept import KeptHiddens
+from localspec.training.kept import KeptHiddens, keep_what_fits
 from localspec.training.loading import load_drafter
 from localspec.training.mtp import TrainableMtp, mtp_config
 from localspec.training.target import DENSE_TYPES, DenseTarget, Target
@@ -160,7 +160,9 @@ def train(
     report: Report,
     kept: KeptHiddens | None = None,
 ) -> Trained:
-    """Train in `folder`, going on from its checkpoint, and write the drafter there. kept: see `Trainer`.
+    """Train in `folder`, going on from its checkpoint, and write the drafter there.
+
+    kept: of the store, for several trainings; a card with room for them keeps them even so.
 
     Raises ValueError where answers are missing or the kind does not fit, OSError where the folder cannot be written.
     """
@@ -178,6 +180,7 @@ def train(
         save_every=recipe.save_every,
         depth=recipe.depth,
     )
+    kept = kept or keep_what_fits(target, store, drafter.layer_outputs, plan.batches)
     trainer = Trainer(drafter, target, store, plan, folder, kept)
     if not recipe.steps:
         trainer.plan = plan = replace(plan, steps=max(20, int(recipe.seconds / trainer.seconds_a_step())))
