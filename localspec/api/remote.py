@@ -132,7 +132,7 @@ class RemoteEngine:
         while True:
             model = self._model if self._model is not None else await self.wait_ready()
             ours = self._kind == "localspec"
-            body = our_body(request, model.id) if ours else foreign_body(request, model.id)
+            body = our_body(request, model.id, self._settings.group_s) if ours else foreign_body(request, model.id)
             try:
                 async with self._http.stream("POST", path, json=body, headers=headers) as response:
                     await check(response)

@@ -29,6 +29,8 @@ class RemoteSettings:
     poll_s: float = 0.5
     find_url: Callable[[], str] | None = None
     unreachable: str = ""
+    group_s: float = 0.0
+    """Have our own port send the events of so long a time in one piece, which costs a client less."""
 
     @property
     def root(self) -> str:

@@ -43,12 +43,13 @@ _CODE_OF_STATUS = {404: "model_not_found", 429: "overloaded", 503: "not_ready"}
 _OVERFLOW = re.compile(r"context (length|size|window)|maximum context|too many tokens", re.I)
 
 
-def our_body(request: GenerateRequest, model: str) -> dict[str, Any]:
-    """Body for our own port: everything the request says, the answer as raw events."""
+def our_body(request: GenerateRequest, model: str, group_s: float = 0.0) -> dict[str, Any]:
+    """Body for our own port: everything the request says, the answer as raw events, those of `group_s` in one piece."""
     sampling = to_json(request.sampling)
     sampling["logit_bias"] = {str(token_id): bias for token_id, bias in request.sampling.logit_bias}
     extra: dict[str, Any] = {
         "raw": True,
+        "group_ms": round(group_s * 1e3) or None,
         "drafter": request.drafter,
         "depth": request.depth,
         "chat_id": request.chat_id,

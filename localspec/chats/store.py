@@ -142,6 +142,15 @@ class ChatStore:
             )
             connection.execute("UPDATE chats SET updated_s = ? WHERE id = ?", (self._clock(), message.chat_id))
 
+    def save_text(self, message: Stored) -> None:
+        """Write the text and tokens of a growing answer. Who drafted what is left to `save`: its cost grows with it."""
+        content, reasoning, state, model_id, token_ids = _text_body(message)
+        with self._write() as connection:
+            connection.execute(
+                "UPDATE messages SET content = ?, reasoning = ?, state = ?, model_id = ?, token_ids = ? WHERE id = ?",
+                (content, reasoning, state, model_id, token_ids, message.id),
+            )
+
     def message(self, message_id: int) -> Stored:
         """One message. Raises ChatError if there is none of that id."""
         row = self._connection.execute(
@@ -271,13 +280,19 @@ class ChatStore:
             ) from error
 
 
-def _body(message: Stored) -> tuple[object, ...]:
+def _text_body(message: Stored) -> tuple[object, ...]:
     return (
         _writable(message.content),
         _writable(message.reasoning),
         message.state,
         message.model_id,
         array("q", message.token_ids).tobytes(),
+    )
+
+
+def _body(message: Stored) -> tuple[object, ...]:
+    return (
+        *_text_body(message),
         json.dumps(message.spans),
         json.dumps(message.rejections),
         json.dumps(dict(message.stats)),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from localspec.commands.engine_process import EngineProcess
 
 START_TIMEOUT_S = 120.0
+GROUP_S = 0.12
+"""The app shows a growing answer six times a second, so it need not be woken for each token."""
 
 
 @click.command()
@@ -83,8 +85,8 @@ def connect(config: Settings, options: dict[str, Any]) -> tuple[RemoteEngine, En
 
     if options["url"]:
         try:
-            remote = RemoteSettings(options["url"], api_key=options["api_key"], model=options["model"])
-            return RemoteEngine(remote), None
+            given = {"api_key": options["api_key"], "model": options["model"], "group_s": GROUP_S}
+            return RemoteEngine(RemoteSettings(options["url"], **given)), None
         except ValueError as error:
             fail(str(error), EXIT_WRONG_USE)
     try:
@@ -102,6 +104,7 @@ def connect(config: Settings, options: dict[str, Any]) -> tuple[RemoteEngine, En
             connect_timeout_s=START_TIMEOUT_S,
             find_url=process.address,
             unreachable=f"The engine does not answer; {process.log_path} says why.",
+            group_s=GROUP_S,
         )
     ), process
 

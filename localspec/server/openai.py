@@ -22,6 +22,7 @@ from localspec.server.context import Port, port_of
 from localspec.server.errors import ApiError, bad
 from localspec.server.fields import Fields
 from localspec.server.generation import Finished, Reply, Step, collect, run
+from localspec.server.grouping import grouped
 from localspec.server.normalise import read_messages
 from localspec.server.openai_reply import (
     DraftView,
@@ -50,6 +51,8 @@ class ChatCall:
     include_usage: bool = False
     shows_spans: bool = False
     is_raw: bool = False
+    group_s: float = 0.0
+    """Of a raw stream: what comes within this time is sent in one piece."""
     shows_progress: bool = False
 
 
@@ -94,7 +97,8 @@ async def chat_completions(request: Request) -> Response:
     port.note_unknown(fields)
     head = Head(caller.model.id)
     if call.stream:
-        frames = port.admit(chat_frames(port, call, head))
+        source = chat_frames(port, call, head)
+        frames = port.admit(grouped(source, call.group_s) if call.is_raw and call.group_s else source)
         return await open_stream(frames, openai_error_frames, port.settings)
     with port.admitted():
         replies = await until_client_leaves(request, collect_choices(port.engine, call.request, call.n, call.choice))
@@ -116,6 +120,7 @@ async def read_chat(fields: Fields, caller: Caller, port: Port) -> ChatCall:
         include_usage=options.flag("include_usage") if options else False,
         shows_spans=extra.flag("spans") if extra else False,
         is_raw=extra.flag("raw") if extra else False,
+        group_s=(extra.integer("group_ms", 0, 1000) or 0) / 1e3 if extra else 0.0,
         shows_progress=fields.flag("return_progress"),
     )
 

@@ -192,6 +192,7 @@ def _shared() -> dict[str, Schema]:
     own = _object(
         spans=FLAG,
         raw=FLAG,
+        group_ms={"type": "integer", "minimum": 0, "maximum": 1000},
         drafter=TEXT,
         chat_id=TEXT,
         private=FLAG,

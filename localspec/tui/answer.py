@@ -17,6 +17,8 @@ class Answer:
     """Built up by `take`; read by whoever shows or saves it. `version` grows with each change."""
 
     clock: Callable[[], float] = time.monotonic
+    on_change: Callable[[], None] = lambda: None
+    """Called after each change, by whoever made it."""
     token_ids: list[int] = field(default_factory=list)
     spans: list[tuple[int, str, str]] = field(default_factory=list)
     rejections: list[tuple[int, int]] = field(default_factory=list)
@@ -56,17 +58,20 @@ class Answer:
             self.status = f"reads the prompt: {event.done_tokens} of {event.total_tokens} tokens{cached}"
         else:
             self._end(event)
+        self.on_change()
 
     def wait(self, status: str) -> None:
         """Say what is waited for."""
         if status != self.status:
             self.version += 1
             self.status = status
+            self.on_change()
 
     def stop(self, state: State, status: str) -> None:
         """End without a `Done` event; the text so far stays."""
         self.version += 1
         self.state, self.status = state, status
+        self.on_change()
 
     def stored(self, base: Stored) -> Stored:
         """The message to save, in the place of the tree that `base` has."""

@@ -23,6 +23,8 @@ from localspec.tui.options import ChatSettings
 from localspec.tui.saved import SETTINGS_NOTE, read_settings, settings_text
 
 SAVE_INTERVAL_S = 0.5
+WHOLE_SAVES = 8
+"""One save in so many of a growing answer also says who drafted what."""
 STAGE_INTERVAL_S = 0.3
 
 
@@ -297,6 +299,7 @@ class _Saving:
         self.base = base
         self._store, self._answer, self._clock = store, answer, clock
         self._saved_s = clock()
+        self._count = 0
         self._running: Future[None] | None = None
 
     def sometimes(self) -> None:
@@ -304,7 +307,9 @@ class _Saving:
         if now - self._saved_s < SAVE_INTERVAL_S or (self._running is not None and not self._running.done()):
             return
         self._saved_s, message = now, self._answer.stored(self.base)
-        self._running = self._store.submit(lambda s: s.save(message))
+        self._count += 1
+        is_whole = self._count % WHOLE_SAVES == 1
+        self._running = self._store.submit(lambda s: s.save(message) if is_whole else s.save_text(message))
 
     def last(self) -> Future[None]:
         message = self._answer.stored(self.base)

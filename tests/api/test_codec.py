@@ -31,6 +31,8 @@ from localspec.api.types import (
 
 EVENTS: list[Event] = [
     Queued(3),
+    Delta("ab", (1, 2), (Span(1, "ngram", Phase.THINKING), Span(1, "", Phase.TOOL_CALL)), 3),
+    Delta("", (), ()),
     Prefill(1, 2, 1, "no cache"),
     Delta("ab", (1, 2), (Span(2, "ngram", Phase.THINKING),), 1, (TokenLogprob(1, "a", -0.5, ((1, "a", -0.5),)),)),
     Done("length", Usage(1, 2), Timings(accepted_per_position=(3, 1), speedup_vs_plain=1.5), "END"),
@@ -72,6 +74,12 @@ def test_records_survive_and_unknown_keys_are_ignored(record: object) -> None:
             {"kind": "delta", "text": "", "token_ids": [], "spans": [{"n_chars": 1, "origin": "", "phase": "x"}]},
             "phase",
         ),
+        ({"kind": "delta", "text": "", "token_ids": [], "spans": [], "rejected": True}, "rejected"),
+        ({"kind": "delta", "text": "", "token_ids": [True], "spans": []}, r"token_ids\[0\]"),
+        ({"kind": "delta", "text": 1, "token_ids": [], "spans": []}, r"Delta\.text"),
+        ({"kind": "delta", "text": "", "token_ids": [], "spans": [[]]}, r"spans\[0\]"),
+        ({"kind": "delta", "text": "", "token_ids": [], "spans": [{"n_chars": 1.5, "origin": "", "phase": ""}]}, "n_"),
+        ({"kind": "delta", "text": "", "token_ids": [], "spans": [], "logprobs": [{}]}, "logprobs"),
         ({"kind": "nothing"}, "kind"),
         ([], "kind"),
     ],

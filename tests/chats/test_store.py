@@ -41,6 +41,16 @@ def test_message_comes_back_as_it_was_written(store: ChatStore) -> None:
     assert store.chat(chat.id).leaf_id == got.id
 
 
+def test_saving_the_text_alone_keeps_who_drafted_what(store: ChatStore) -> None:
+    chat = store.create(NewChat())
+    answer = store.add(chat.id, Stored("assistant", "", state="streaming"))
+    spans, rejections = ((2, "ngram", "answer"),), ((1, 3),)
+    whole = replace(answer, content="ab", token_ids=(1,), spans=spans, rejections=rejections, stats={"x": 1})
+    store.save(whole)
+    store.save_text(replace(whole, content="abcd\ud800", reasoning="hm", token_ids=(1, 2), spans=(), rejections=()))
+    assert store.message(answer.id) == replace(whole, content="abcd?", reasoning="hm", token_ids=(1, 2))
+
+
 def test_branches_share_their_trunk(store: ChatStore) -> None:
     chat = store.create(NewChat())
     question = store.add(chat.id, Stored("user", "2+2?"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from textual.widgets import OptionList
 
+from localspec.api.scripted import Reply, Script, ScriptedEngine
 from localspec.api.types import EngineError, GenerateRequest
 from localspec.chats import NewChat, Stored, open_store
+from localspec.tui.screens.answering import UPDATES_PER_S
 from localspec.tui.screens.ask import AskScreen
 from localspec.tui.screens.pick import PickScreen
 from tests.tui.fakes import NARROW, TINY, WIDE, DyingEngine, ask, listed, scripted, started, until
@@ -314,6 +318,24 @@ async def test_view_follows_an_answer_that_outgrows_it(tmp_path: Path) -> None:
         await until(lambda: not app.chat.busy)
         await pilot.pause()
         assert "(stopped)" in "\n".join(s.text for s in transcript.render_lines(transcript.size.region))
+
+
+async def test_a_fast_answer_is_shown_a_few_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(Script((Reply("word " * 120),), tok_per_s=150.0))
+    async with started(engine, tmp_path) as (app, pilot):
+        shown: list[float] = []
+        update = app.chat.transcript.update_last
+
+        def noted(message: Stored, note: str = "") -> None:
+            if message.state == "streaming":
+                shown.append(time.monotonic())
+            update(message, note)
+
+        monkeypatch.setattr(app.chat.transcript, "update_last", noted)
+        await ask(app, pilot, "q")
+        assert len(shown) > 3
+        assert min(later - sooner for sooner, later in pairwise(shown)) > 0.9 / UPDATES_PER_S
+        assert app.chat.transcript.plain_text.count("word") == 120
 
 
 async def test_second_prompt_waits_for_the_first_answer(tmp_path: Path) -> None:

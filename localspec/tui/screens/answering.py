@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from textual.timer import Timer
 from textual.worker import Worker, WorkerCancelled
 
 from localspec.chats import ChatError
@@ -25,19 +26,16 @@ class Answering:
         self._screen = screen
         self._worker: Worker[None] | None = None
         self._seen_version = -1
-        self._timer: Timer | None = None
-
-    def mount(self) -> None:
-        """Called once, when the screen can have timers."""
-        self._timer = self._screen.set_interval(1 / UPDATES_PER_S, self.flush, pause=True)
+        self._shown_s = 0.0
+        self._next: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Answer the last message. Raises ChatError if there is none or the store refuses."""
         await self._screen.conversation.start_answer()
         await self._screen.shown()
         self._seen_version = -1
-        if self._timer is not None:
-            self._timer.resume()
+        if self._screen.conversation.answer is not None:
+            self._screen.conversation.answer.on_change = self._changed
         self._worker = self._screen.run_worker(self._run(), group="answer")
 
     def cancel(self) -> None:
@@ -57,8 +55,20 @@ class Answering:
         talk = self._screen.conversation
         answer = talk.answer
         if answer is not None and answer.version != self._seen_version:
-            self._seen_version = answer.version
+            self._seen_version, self._shown_s = answer.version, time.monotonic()
             self._screen.transcript.update_last(answer.stored(talk.messages[-1]), answer.status)
+
+    def _changed(self) -> None:
+        """Show it as soon as the last update is long enough ago: with what comes, no timer wakes the app as well."""
+        if self._next is None:
+            wait_s = max(0.0, self._shown_s + 1 / UPDATES_PER_S - time.monotonic())
+            self._next = asyncio.get_running_loop().call_later(wait_s, self._show)
+
+    def _show(self) -> None:
+        self._next = None
+        if self._screen.is_attached:
+            self.flush()
+            self._screen.transcript.paint_now()
 
     async def _run(self) -> None:
         screen, talk = self._screen, self._screen.conversation
@@ -67,8 +77,9 @@ class Answering:
         except ChatError as error:
             screen.tell(str(error), error=True)
         finally:
-            if self._timer is not None:
-                self._timer.pause()
+            if self._next is not None:
+                self._next.cancel()
+                self._next = None
             # The widgets are gone when the app ends in mid-answer.
             for transcript in screen.query(Transcript):
                 last = talk.messages[-1]

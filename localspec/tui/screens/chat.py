@@ -81,7 +81,6 @@ class ChatScreen(Screen[None]):
 
     async def on_mount(self) -> None:
         self.query_one("#caption").display = bool(self.options.caption)
-        self.answering.mount()
         self.set_interval(SAMPLE_INTERVAL_S, self.sample)
         self._follow_theme()
         self.app.theme_changed_signal.subscribe(self, self._theme_changed)

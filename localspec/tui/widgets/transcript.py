@@ -142,6 +142,15 @@ class Transcript(ScrollView, can_focus=True):
         if at_end:
             self.follow()
 
+    def paint_now(self) -> None:
+        """Paint what changed at once. Textual would do it in its next rounds, each of which wakes the process anew."""
+        screen, changed = self.screen, [w for w in (self, self.vertical_scrollbar) if w._repaint_required]
+        if changed and screen.is_current and not self.app._batch_count and not self._layout_required:
+            for widget in changed:
+                widget._repaint_required = False
+                screen._dirty_widgets.add(widget)
+            screen._on_timer_update()
+
     @property
     def look(self) -> Look:
         return self._look
