@@ -160,7 +160,8 @@ class EagerStep:
         pad_to = plan.num_rows if self.runner.ops.waits else plan.graph_key.num_rows
         numbers = torch.tensor(layout_numbers(plan, pad_to), dtype=torch.int64, device=self.runner.ops.device)
         layout = layout_in(layout_of(numbers), draft, plan.row_budget is not None)
-        output = self.runner.verify(layout, draft, position_bound(plan))
+        with_cold = self.runner.overflows_in(slot.slot for slot in plan.slots)
+        output = self.runner.verify(layout, draft, position_bound(plan), with_cold)
         if not needs.grammars:
             return self.accepted(output, draft, needs, None)
         num_rows = output.logits.shape[0]

@@ -103,7 +103,7 @@ class GraphStep(EagerStep):
 
     def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
         self.make_room(plan)
-        if self.runner.overflows:
+        if self.runner.overflows_in(slot.slot for slot in plan.slots):
             # Pages from host memory are fetched layer by layer, which a recorded step does not do.
             return super().verify(plan, draft, needs)
         key = (self._propose_key(plan, needs), plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1))

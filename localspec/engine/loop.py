@@ -233,9 +233,7 @@ class DecodeLoop:
         self._send_prefill_news(sequence)
 
     def _prefill(self, plan: PrefillPlan) -> None:
-        # Pages in host memory are brought near layer by layer: such a pass is not cut.
-        whole = self.stages.runner.overflows
-        ended = self._prefills.run(plan, None if whole else self._scheduler.layers_now(plan))
+        ended = self._prefills.run(plan, self._scheduler.layers_now(plan))
         self._land(drain=True)
         if not ended:
             self._scheduler.prefill_paused(plan)

@@ -5,6 +5,7 @@ One verify path for every width, zero drafts included.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,16 +100,22 @@ class Runner:
 
     @property
     def overflows(self) -> bool:
-        """Whether a running sequence has pages in host memory, which captured graphs do not fetch."""
-        return self.cold is not None and self.cold.count > 0 and self._overflow is not None and self._overflow.slot >= 0
+        """Whether a running sequence has pages in host memory."""
+        return self._overflow is not None and self.overflows_in((self._overflow.slot,))
+
+    def overflows_in(self, slots: Iterable[int]) -> bool:
+        """Whether one of these slots has pages in host memory, which captured graphs do not fetch. Passes of others
+        neither need nor fetch them."""
+        held = self._overflow
+        return self.cold is not None and self.cold.count > 0 and held is not None and 0 <= held.slot in slots
 
     def make_room(self, slot: int, end_tokens: int) -> None:
         """Before a step that may write a slot's tokens below `end_tokens`."""
         if self.cold is not None and self._overflow is not None and self._overflow.slot == slot:
             self._overflow.advance(end_tokens, self.cold, self.state.block_tables)
 
-    def _cache(self) -> Cache:
-        return replace(self._target_cache, cold=self.cold) if self.overflows else self._target_cache
+    def _cache(self, with_cold: bool) -> Cache:
+        return replace(self._target_cache, cold=self.cold) if with_cold else self._target_cache
 
     @torch.inference_mode()
     def prefill(self, plan: PrefillPlan) -> tuple[Rows, Forward]:
@@ -123,22 +130,24 @@ class Runner:
         """A chunk of which no layer has run yet."""
         self.make_room(plan.slot, plan.end_tokens)
         rows = prefill_rows(plan, self.state, self.ops.prefill_row_multiple)
-        return Reading(plan, rows, self.model.begin(rows, self._cache(), self._needs))
+        cache = self._cache(self.overflows_in((plan.slot,)))
+        return Reading(plan, rows, self.model.begin(rows, cache, self._needs))
 
     @torch.inference_mode()
     def advance_prefill(self, reading: Reading, num_layers: int) -> Forward | None:
         """Run the next layers of a chunk; its hiddens once all have run and the chunk is in the cache. Verify steps of
-        other slots may run in between, unless pages lie in host memory, whose layers come in their order."""
+        other slots may run in between."""
         forward = self.model.advance(reading.under_way, num_layers)
         if forward is not None:
             self.state.pending_rows[reading.plan.slot] = 0
         return forward
 
     @torch.inference_mode()
-    def verify(self, layout: Layout, draft: Draft, max_position_bound: int) -> VerifyOutput:
-        """Run every decoding sequence's window. Nothing is committed before acceptance."""
+    def verify(self, layout: Layout, draft: Draft, max_position_bound: int, with_cold: bool = False) -> VerifyOutput:
+        """Run every decoding sequence's window. Nothing is committed before acceptance. with_cold: some sequence of the
+        step has pages in host memory."""
         rows = verify_rows(self.ops, layout, draft, self.state, max_position_bound)
-        forward = self.model.forward(rows, self._cache(), self._needs)
+        forward = self.model.forward(rows, self._cache(with_cold), self._needs)
         return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
 
     @torch.inference_mode()
