@@ -183,6 +183,8 @@ async def run_client(client: Client, kind: str, address: str, model: str, home: 
         "LLM_USER_PATH": str(home / "llm"),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CI": "1",
+        # Its own list of prices is enough for aider; it would wait for a newer one first.
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     began_s = time.monotonic()
     code, output = await run_program([program, *command[1:]], home, env)
