@@ -158,9 +158,22 @@ class Maker:
         self.say(f"{len(index)} answers from {path.name}")
 
     def answers(self) -> AnswerStore:
-        """Stages up to the training data."""
-        measured = measured_shingles(self.chosen.data)
+        """Of an earlier run in the work folder, or written now."""
         store = AnswerStore(self.chosen.work / "answers")
+        if not len(store):
+            self.write_all(store)
+        entries = store.select(held_out=False)
+        self.report["answers"] = {
+            "sequences": len(store),
+            "training_answer_tokens": store.answer_tokens(entries),
+            "by_kind": {kind: len(store.select(False, kind=i)) for i, kind in enumerate(KINDS)},
+        }
+        self.say(json.dumps(self.report["answers"]))
+        return store
+
+    def write_all(self, store: AnswerStore) -> None:
+        """Questions and answers."""
+        measured = measured_shingles(self.chosen.data)
         for path in self.chosen.stored:
             self.take_stored(path, store)
         rows = [json.loads(line) for line in open_text(self.chosen.prompts)]
@@ -173,14 +186,6 @@ class Maker:
             prompts += [self.prompt(ids, "own") for ids in self.text.all_asked(own)]
         self.write(prompts, store, self.chosen.answer_tokens)
         self.write(self.second_questions(store, measured), store, self.chosen.answer_tokens)
-        entries = store.select(held_out=False)
-        self.report["answers"] = {
-            "sequences": len(store),
-            "training_answer_tokens": store.answer_tokens(entries),
-            "by_kind": {kind: len(store.select(False, kind=i)) for i, kind in enumerate(KINDS)},
-        }
-        self.say(json.dumps(self.report["answers"]))
-        return store
 
     def second_questions(self, store: AnswerStore, measured: set[int]) -> list[Prompt]:
         """About answers of the training split, so that long prompts are among the training data."""

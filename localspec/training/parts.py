@@ -26,7 +26,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, columns))
         self.rounded = False
-        self._nearest: tuple[tuple[int, bool], Tensor] | None = None
+        self._nearest: tuple[bool, Tensor] | None = None
 
     @property
     def can_round(self) -> bool:
@@ -37,10 +37,11 @@ class Matrix(nn.Module):
         """[N, K]: what is multiplied by."""
         if not (self.rounded and self.can_round):
             return self.weight
-        # A chain multiplies by the same matrix at every step: it is rounded once for each value that it takes.
-        key = (self.weight._version, torch.is_grad_enabled())
-        if self._nearest is None or self._nearest[0] != key:
-            self._nearest = key, _Rounded.apply(self.weight)  # type: ignore[no-untyped-call]
+        # A chain multiplies by the same matrix at every step, which is rounded once between two `set_rounding`. The
+        # weight's version does not tell when it changed: fused optimisers write past it.
+        learns = torch.is_grad_enabled()
+        if self._nearest is None or self._nearest[0] != learns:
+            self._nearest = learns, _Rounded.apply(self.weight)  # type: ignore[no-untyped-call]
         return self._nearest[1]
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 
 def set_rounding(module: nn.Module, rounded: bool) -> None:
-    """Switch rounding to NVFP4 of every matrix."""
+    """Switch rounding to NVFP4 of every matrix; to be called after every change of the weights."""
     for part in module.modules():
         if isinstance(part, Matrix):
-            part.rounded = rounded
+            part.rounded, part._nearest = rounded, None

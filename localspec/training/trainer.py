@@ -28,6 +28,8 @@ from localspec.training.target import Hiddens, Target
 STATE_FILE = "training.safetensors"
 MEASURED_DEPTH = 4
 CALIBRATION_STEPS, CALIBRATION_S = 36, 5.0
+UNCOUNTED_STEPS = 2
+"""Of a calibration: the first ones make room and choose kernels."""
 BETAS = (0.9, 0.95)
 CLIP = 1.0
 FITTED_SEQUENCES = 16
@@ -117,6 +119,8 @@ class Trainer:
             loss, parts = self._backward(self.step)
             torch.nn.utils.clip_grad_norm_(self.drafter.module.parameters(), CLIP)
             self._optimiser.step()
+            # Also what is measured next reads the new weights.
+            self._set_rounding(self.step)
             recent.append(loss)
             self.step += 1
             last = self.step == self.plan.steps
@@ -141,11 +145,12 @@ class Trainer:
         for step in range(CALIBRATION_STEPS):
             begun = time.perf_counter()
             float(self._backward(step)[0])
-            times.append(time.perf_counter() - begun)
-            if sum(times) > CALIBRATION_S and step:
+            if step >= UNCOUNTED_STEPS:
+                times.append(time.perf_counter() - begun)
+            if len(times) > 1 and sum(times) > CALIBRATION_S:
                 break
         self._optimiser.zero_grad(set_to_none=True)
-        return float(np.median(times[len(times) // 3 :]))
+        return float(np.median(times))
 
     @torch.no_grad()
     def measure(

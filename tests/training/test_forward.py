@@ -14,7 +14,7 @@ from localspec.kernels.nvfp4_pack import quantise_nvfp4
 from localspec.training.answers import BatchPlan
 from localspec.training.export import export
 from localspec.training.kept import KeptHiddens
-from localspec.training.parts import initialise, nearest_nvfp4, set_rounding
+from localspec.training.parts import Matrix, initialise, nearest_nvfp4, set_rounding
 from tests.drafters.session import CONTEXT_TOKENS, Session, layer_outputs_of
 from tests.helpers.models import reference_ops
 from tests.training.common import CPU, KINDS, drafter, prompts, tiny_target, written
@@ -121,3 +121,15 @@ def test_kept_hiddens_are_those_of_the_target(tmp_path: Path) -> None:
         torch.testing.assert_close(hiddens.final, read.final * inside)
     with pytest.raises(ValueError, match="not kept"):
         kept.batch([0], (1,))
+
+
+def test_a_rounded_matrix_follows_an_optimiser_that_tells_nobody() -> None:
+    part = Matrix(8, 16)
+    part.weight.data.copy_(torch.randn(8, 16, generator=torch.Generator().manual_seed(2)))
+    set_rounding(part, True)
+    before = part.value()
+    assert part.value() is before
+    # Written as fused optimisers do, without a new version of the weight.
+    part.weight.data.add_(1.0)
+    set_rounding(part, True)
+    assert torch.equal(part.value(), nearest_nvfp4(part.weight.detach()))
