@@ -184,6 +184,7 @@ class Bench:
             "gap_p50_ms": round(gaps_ms[len(gaps_ms) // 2], 2) if gaps_ms else None,
             "gap_p95_ms": round(p95, 2) if p95 is not None else None,
             "gap_max_ms": round(gaps_ms[-1], 2) if gaps_ms else None,
+            "gaps_over_60_ms": [round(gap, 1) for gap in gaps_ms if gap > 60.0][:20],
             "chunk_tokens": parts.scheduler.limits.chunk_tokens,
             "layers_at_once": parts.scheduler.pace.beside_streams(parts.scheduler.limits.chunk_tokens),
             "layer_ms": parts.scheduler.pace.measured_ms(),
@@ -198,6 +199,8 @@ class Bench:
         split = finished(submit(parts, self._ids(1), ANSWER_TOKENS))
         steps_s = split.times_s[-1] - split.times_s[0]
         cold = parts.runner.cold
+        spec = parts.runner.model.cache_spec
+        cold_bytes = cold.count * PAGE_TOKENS * spec.bytes_per_token if cold is not None else 0
         self.report["overflow"] = {
             "device_tokens": (parts.scheduler.pool.num_pages - 1) * PAGE_TOKENS,
             "host_tokens": cold.num_pages * PAGE_TOKENS if cold is not None else 0,
@@ -205,6 +208,7 @@ class Bench:
             "equal": self._computed is not None and split.facts == self._computed.facts,
             "first_token_s": round(split.first_token_s, 3),
             "ms_per_token": round(steps_s / (ANSWER_TOKENS - 1) * 1e3, 2),
+            "brought_gb_per_s": round(cold_bytes * (ANSWER_TOKENS - 1) / steps_s / 1e9, 2),
         }
         self.close()
 

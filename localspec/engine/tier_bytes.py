@@ -86,13 +86,24 @@ class BlockBytes:
                 self._copy(target[offset : offset + length], plane[0][start : start + length])
         self._wait()
 
-    def load_pages(self, source: Tensor, pages: Sequence[int], num_tokens: int, skip_tokens: int, since: Any) -> None:
-        """Copy rows [skip, num_tokens) of a segment of `num_tokens` tokens into `pages`, its pages from the first."""
+    def load_pages(self, source: Tensor, pages: Sequence[int], num_tokens: int, skip_tokens: int, since: Any) -> Any:
+        """Start to copy rows [skip, num_tokens) of a segment of `num_tokens` tokens into `pages`, its pages from the
+        first. Returns a mark: `source` must stay as it is until `finish` was called with it."""
         with self._side_stream(since):
             for plane, row_bytes, offset, length in self._runs(pages, skip_tokens, num_tokens, source.numel()):
                 start = plane[1] * row_bytes
                 self._copy(plane[0][start : start + length], source[offset : offset + length])
-        self._wait()
+            if self._stream is None:
+                return None
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(self._stream)
+            return mark
+
+    @staticmethod
+    def finish(mark: Any) -> None:
+        """Wait for a copy that was started."""
+        if mark is not None:
+            mark.synchronize()
 
     def save_state(self, snapshot: StateSnapshot, target: Tensor, since: Any) -> None:
         """Copy a snapshot into `target` ([state_bytes] uint8, host). Raises KeyError if a state is missing in it."""

@@ -6,12 +6,11 @@ sees a page before all of the prefix is in place and every block's checksum was 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +35,11 @@ log = logging.getLogger(__name__)
 MIN_GAIN_TOKENS = 32
 """Reading fewer tokens than this is never asked for."""
 FIXED_COST_S = 0.003
-READ_AHEAD_BLOCKS = 4
+READ_AHEAD_BLOCKS = 6
 READ_THREADS = 4
 """As many reads in flight as an NVMe disk needs to reach its rate; they sleep in the kernel."""
+CHECK_THREADS = 2
+"""Checksums let go of the interpreter, so blocks are checked while those before them are put in place."""
 PIECE_BYTES = 8 << 20
 MAX_TRIES = 4
 Call = Callable[[Callable[[], None]], Future[None]]
@@ -86,20 +87,22 @@ class _Pages:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A block in host memory (`ready`), or on its way into a buffer; `error` if it could not even be asked for."""
+    """A block in host memory (`ready`), or on its way into a buffer, where `checked` says when it is whole; `error` if
+    it could not even be asked for."""
 
     block: Block
     ready: Tensor | None = None
     buffer: Tensor | None = None
     tickets: tuple[Ticket, ...] = ()
+    checked: Future[None] | None = None
     error: Exception | None = None
 
     def settle(self) -> None:
         """Leave no read under way into the buffer."""
         for ticket in self.tickets:
-            if not ticket.cancel():
-                with contextlib.suppress(Exception):
-                    ticket.result()
+            ticket.cancel()
+        if self.checked is not None:
+            wait((self.checked,))
 
 
 class _Unusable(Exception):
@@ -131,6 +134,7 @@ class Restorer:
         self._scheduler = scheduler
         self._call = call
         self._reader = AsyncReader(threads=READ_THREADS, buffer_cap_bytes=4 * PIECE_BYTES)
+        self._checkers = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="check")
         self._buffers: list[Tensor] = []
         self._state_buffer: Tensor | None = None
         self._direct: bool | None = None
@@ -138,6 +142,7 @@ class Restorer:
         """Changed by the decode thread when the tree's contents are in doubt."""
 
     def close(self) -> None:
+        self._checkers.shutdown()
         self._reader.close()
 
     def restore(self, wish: Wish, worth_reading: Callable[[int, int], bool]) -> Restored:
@@ -240,18 +245,15 @@ class Restorer:
     ) -> tuple[StateSnapshot | None, bool]:
         """Read ahead, check, copy. Returns the state and whether all is in place, which fails only if cancelled."""
         reading: deque[_Reading] = deque()
+        placing: deque[tuple[Any, _Reading]] = deque()
         ahead = deque(blocks)
         spare = list(self._buffers)
         snapshot: StateSnapshot | None = None
         try:
             while not wish.cancelled():
-                while ahead and len(reading) <= READ_AHEAD_BLOCKS:
-                    each = self._begin(ahead[0], spare)
-                    if each is None:
-                        break
-                    ahead.popleft()
-                    reading.append(each)
+                self._read_ahead(ahead, reading, spare)
                 if not reading:
+                    self._finish(placing, spare, 0)
                     return snapshot, True
                 current = reading[0]
                 payload = self._landed(current)
@@ -259,19 +261,36 @@ class Restorer:
                 if current.block.kind == STATE:
                     snapshot = self._copies.load_state(payload)
                 else:
-                    self._place(payload, current.block, found, pages)
+                    placing.append((self._place(payload, current.block, found, pages), current))
+                    # One block is copied to the device while the next is waited for and checked.
+                    self._finish(placing, spare, 1)
                 if current.ready is not None:
                     cost.host_bytes += payload.numel()
                     cost.host_s += time.perf_counter() - started_s
                 else:
                     cost.read_bytes += HEADER_BYTES + payload.numel()
                 reading.popleft()
-                if current.buffer is not None and current.block.kind != STATE:
-                    spare.append(current.buffer)
             return None, False
         finally:
+            self._finish(placing, spare, 0)
             for each in reading:
                 each.settle()
+
+    def _read_ahead(self, ahead: deque[Block], reading: deque[_Reading], spare: list[Tensor]) -> None:
+        """Ask for the next blocks, as far as there are buffers for them."""
+        while ahead and len(reading) <= READ_AHEAD_BLOCKS:
+            each = self._begin(ahead[0], spare)
+            if each is None:
+                return
+            ahead.popleft()
+            reading.append(each)
+
+    def _finish(self, placing: deque[tuple[Any, _Reading]], spare: list[Tensor], num_left: int) -> None:
+        """Wait for copies to the device until so many are left; their buffers are free again."""
+        while len(placing) > num_left:
+            mark, placed = placing.popleft()
+            self._copies.finish(mark)
+            spare += [placed.buffer] if placed.buffer is not None else []
 
     def _begin(self, block: Block, spare: list[Tensor]) -> _Reading | None:
         """A block from memory, or its read begun; None while no buffer is free for it."""
@@ -289,12 +308,12 @@ class Restorer:
             self._buffers.append(spare[-1])
         return self._post(block, spare.pop()) if spare else None
 
-    def _place(self, payload: Tensor, block: Block, found: Found, pages: _Pages) -> None:
+    def _place(self, payload: Tensor, block: Block, found: Found, pages: _Pages) -> Any:
         first_page = block.token_begin // PAGE_TOKENS
         numbers = pages.numbers[first_page : first_page + SEGMENT_TOKENS // PAGE_TOKENS]
         num_tokens = min(block.token_end, found.num_tokens) - block.token_begin
         skip_tokens = max(0, pages.held_tokens - block.token_begin)
-        self._copies.load_pages(payload, numbers, num_tokens, skip_tokens, pages.since)
+        return self._copies.load_pages(payload, numbers, num_tokens, skip_tokens, pages.since)
 
     def _post(self, block: Block, buffer: Tensor) -> _Reading:
         assert self._store is not None
@@ -307,9 +326,19 @@ class Restorer:
                 raise DamagedFile(f"{file.path} has {file.size_bytes} bytes instead of {total_bytes}")
             requests = [ReadRequest(file, a, b - a, None, view[a:b]) for a, b in _pieces(total_bytes)]
             tickets = tuple(self._reader.submit_many(requests, Priority.BULK))
-            return _Reading(block, buffer=buffer, tickets=tickets)
+            checked = self._checkers.submit(self._check, block, view[:total_bytes], tickets)
+            return _Reading(block, buffer=buffer, tickets=tickets, checked=checked)
         except (OSError, DamagedFile) as error:
             return _Reading(block, buffer=buffer, error=error)
+
+    def _check(self, block: Block, data: memoryview, tickets: tuple[Ticket, ...]) -> None:
+        assert self._store is not None
+        for ticket in tickets:
+            # Whatever became of one, none may write into the buffer once it is given up.
+            self._reader.wait_for(ticket, None)
+        for ticket in tickets:
+            ticket.result()
+        self._store.check(block, data)
 
     def _landed(self, reading: _Reading) -> Tensor:
         """The checked payload of a block. Raises _Unusable."""
@@ -319,14 +348,11 @@ class Restorer:
         try:
             if reading.error is not None:
                 raise reading.error
-            assert buffer is not None and self._store is not None
-            total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
-            for ticket in reading.tickets:
-                ticket.result()
-            self._store.check(block, buffer.numpy().data[:total_bytes])
+            assert buffer is not None and self._store is not None and reading.checked is not None
+            reading.checked.result()
         except (OSError, DamagedFile, WrongOwner) as error:
             raise _Unusable(block, error) from error
-        return buffer[HEADER_BYTES:total_bytes]
+        return buffer[HEADER_BYTES : HEADER_BYTES + self._store.payload_bytes(block)]
 
     def _on_decode_thread(self, function: Callable[[], Any]) -> Any:
         box: list[Any] = []

@@ -7,10 +7,14 @@ Learns from measured times of layers and steps.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+
 from localspec.core.records import PAGE_TOKENS
 
 NEW_SHARE = 0.5
 """Weight of the newest measurement: a layer costs more the further back it attends, so old ones mislead."""
+SEEN_STEPS = 5
 FIRST_PART = 8
 """One layer in so many is run at first, before any was measured."""
 
@@ -22,7 +26,7 @@ class LayerPace:
         self.num_layers = num_layers
         self._target_ms = target_ms
         self._layer_ms: dict[int, float] = {}
-        self._step_ms = 0.0
+        self._steps_ms: deque[float] = deque(maxlen=SEEN_STEPS)
 
     def see_layers(self, num_tokens: int, num_layers: int, ms: float) -> None:
         """Some layers of a chunk of so many tokens were run."""
@@ -34,7 +38,7 @@ class LayerPace:
 
     def see_step(self, ms: float) -> None:
         """A step of the streams was run."""
-        self._step_ms = ms if not self._step_ms else (1 - NEW_SHARE) * self._step_ms + NEW_SHARE * ms
+        self._steps_ms.append(ms)
 
     def measured_ms(self) -> dict[int, float]:
         """What is known by now: milliseconds of one layer by tokens of the chunk."""
@@ -45,7 +49,8 @@ class LayerPace:
         layer_ms = self._expected_ms(_in_pages(num_tokens))
         if layer_ms is None:
             return -(-self.num_layers // FIRST_PART)
-        room_ms = self._target_ms - self._step_ms
+        # A step that comes up for the first time is compiled or captured: the middle of a few tells what they take.
+        room_ms = self._target_ms - (statistics.median(self._steps_ms) if self._steps_ms else 0.0)
         return max(1, min(self.num_layers, int(room_ms / layer_ms)))
 
     def _expected_ms(self, size: int) -> float | None:

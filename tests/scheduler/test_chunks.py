@@ -27,6 +27,10 @@ def test_begins_with_a_part_and_leaves_room_for_the_step() -> None:
     pace.see_step(20.0)
     assert settle(pace, 4.2) == 7
     pace.see_step(500.0)
+    pace.see_step(20.0)
+    assert pace.beside_streams(2048) == 7, "one that was captured on the way says nothing of the others"
+    for _ in range(3):
+        pace.see_step(500.0)
     assert pace.beside_streams(2048) == 1, "a step that takes longer than the target leaves one layer"
 
 
