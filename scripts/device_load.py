@@ -161,6 +161,8 @@ def start(folder: Path, state: Path, context: int, limit_gib: float, device: str
             _use(engine, address, device, found)
         except Exception as error:
             found["failed"] = f"{type(error).__name__}: {error}"[:1500]
+            if on_card:
+                found["pools_mib"] = _pools()
         print(json.dumps(found), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -221,10 +223,22 @@ def _use(engine: Any, address: str, device: str, found: dict[str, Any]) -> None:
             "driver_gib": driver_bytes(torch.device(device)) / GIB,
             "reserved_gib": torch.cuda.memory_reserved() / GIB,
             "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+            "pools_mib": _pools(),
         }
     found["parts_gib"] = {name: size / GIB for name, size in parts.metrics.snapshot().memory_bytes.items()}
     found["table_gib"] = parts.runner.model.vocabulary.table.nbytes / GIB
     found["host_gib"] = {key: _status_gib(key) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
+
+
+def _pools() -> dict[str, tuple[int, int]]:
+    """MiB that PyTorch holds and that are in use, by pool: the general one (0, 0) and those of captured steps."""
+    import torch
+
+    found: dict[str, tuple[int, int]] = {}
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        held, used = found.get(name := str(segment["segment_pool_id"]), (0, 0))
+        found[name] = held + (segment["total_size"] >> 20), used + (segment["allocated_size"] >> 20)
+    return found
 
 
 def _client(program: str, *arguments: Any) -> Any:

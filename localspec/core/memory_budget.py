@@ -14,10 +14,12 @@ from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS, SEGMENT_TOK
 MIB = 1 << 20
 CUDA_CONTEXT_BYTES = 500 * MIB
 """Driver, cuBLAS and compiled modules."""
-GRAPHS_BYTES = 200 * MIB
-"""Captured steps. On an H200 a 27B held 0.73 GiB outside PyTorch's allocator, by the driver's count; this, the context
-and the spare make 0.75."""
+GRAPHS_BYTES = 300 * MIB
+"""Captured steps. On an H200 a 27B held 0.77 GiB outside PyTorch's allocator, by the driver's count; this and the
+context make 0.78."""
 SPARE_BYTES = 64 * MIB
+UNPACKED_BYTES = 176 * MIB
+"""Of a weight, the most that lies unpacked at once (`MOST_UNPACKED_BYTES` of the kernels)."""
 CHUNK_TOKENS = 2048
 """Rows of a prompt that are read at once on a card."""
 MAX_SNAPSHOTS = 16
@@ -97,16 +99,17 @@ class Budget:
 
 
 def workspace_bytes(hidden: int, inner: int, widest_matrix: int, vocab: int) -> int:
-    """Scratch: a prompt's chunk (one matrix unpacked to bf16, rows at their widest three times, the stream eight times)
-    or a step's logits (float32, five copies in acceptance), whichever is more, and tables of penalties and biases.
+    """Scratch: a prompt's chunk (part of a matrix unpacked to bf16, rows at their widest three times, the stream eight
+    times) or a step's logits (float32, five copies in acceptance), whichever is more; what captured steps keep for
+    themselves, fifteen copies of logits; tables of penalties and biases.
 
     hidden, inner: widths of the stream and of the feed-forward part; widest_matrix: values of the largest matrix but
     the head.
     """
-    chunk = 2 * widest_matrix + CHUNK_TOKENS * 2 * (3 * inner + 8 * hidden)
+    chunk = min(2 * widest_matrix, UNPACKED_BYTES) + CHUNK_TOKENS * 2 * (3 * inner + 8 * hidden)
     logits = 5 * 4 * MAX_ROWS * vocab
     tables = 3 * 4 * MAX_SLOTS * vocab
-    return max(chunk, logits) + logits // 5 + tables
+    return max(chunk, logits) + 3 * logits + tables
 
 
 def plan_memory(demand: Demand, available: int, context_tokens: int | None = None, contexts: int = 1) -> Budget:

@@ -9,9 +9,9 @@ import torch
 
 from localspec.kernels import reference_gdn
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
-from localspec.kernels.triton.gdn import gdn_window
 from localspec.kernels.triton.gdn_fold import gdn_fold
 from localspec.kernels.triton.gdn_prefill import gdn_prefill
+from localspec.kernels.triton.gdn_window import gdn_window
 from tests.kernels.gpu_support import (
     DEVICE,
     clone_state,

@@ -13,7 +13,7 @@ from torch import Tensor  # isort: skip
 from localspec.kernels import reference_gdn, reference_settle  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging, Settled, Window  # isort: skip
-from localspec.kernels.triton import attention, attention_prefill, elementwise, gdn, gdn_fold, gdn_prefill  # isort: skip
+from localspec.kernels.triton import attention, attention_prefill, elementwise, gdn_fold, gdn_prefill, gdn_window  # isort: skip
 from localspec.kernels.triton import norm_rope, settle  # isort: skip
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear  # isort: skip
 
@@ -131,7 +131,7 @@ def test_gdn_window_and_fold(heads: tuple[int, int, int, int]) -> None:
     expected_state = _clone(state)
     expected = reference_gdn.gdn(inputs, weights, expected_state)
     tickets = torch.zeros(64, dtype=torch.int32)
-    found = gdn.gdn_window(inputs, weights, state, tickets, torch.full_like(inputs.z, float("nan")))
+    found = gdn_window.gdn_window(inputs, weights, state, tickets, torch.full_like(inputs.z, float("nan")))
     assert not tickets.any()
     _close(found, expected, 1e-6)
     pending = torch.tensor([1, 0, 9, 2])
@@ -167,7 +167,7 @@ def test_gdn_prefill(case: tuple[int, ...]) -> None:
 def test_gdn_refuses_head_sizes_it_cannot_hold() -> None:
     inputs, weights, state = _gdn_case((1, 3, 16, 32), 4, "verify")
     with pytest.raises(ValueError, match="key_head_dim is 24"):
-        gdn.gdn_window(
+        gdn_window.gdn_window(
             inputs,
             replace(weights, key_head_dim=24),
             state,

@@ -36,6 +36,8 @@ class Case:
     num_stages: int = 3
     by_target: dict[int, dict[str, Any]] = field(default_factory=dict)
     targets: tuple[int, ...] = TARGETS
+    exact: bool = False
+    """Compiled without contraction, as it is launched."""
 
 
 _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
@@ -45,6 +47,8 @@ _PAGED = {"q_ptr": BF16, "tables_ptr": INT32, "slots_ptr": INT64, "begin_ptr": I
 _KEYS = {"D": 256, "BLOCK": 32, "ROWS": 16, "PDL": False}
 _SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 3, "ASM": True}
 _MERGE = {**_KEYS, "H": 24, "BLOCK_D": 32, "BLOCKS": 8, "MERGE": 16, "GATED": True}
+_STREAM = {"GROUP": 6, "HEADS_KV": 4, "D": 256, "RADIX_LOG2": 4, "ROWS": 16}
+_JOIN = {"H": 24, "GROUP": 6, "D": 256, "SLICE": 64, "BLOCK": 64, "RADIX": 16, "STEPS": 8, "ROWS": 16, "GATED": True}
 _SMALL_BLOCK = {target: {"BLOCK": 16} for target in (80, 86, 89)}
 _DEEP = {90: {"PDL": True, "STAGES": 5}, 100: {"PDL": True, "STAGES": 5}, 120: {"PDL": True}}
 _DEPENDENT = {target: {"PDL": True} for target in (90, 100, 120)}
@@ -78,19 +82,39 @@ _JOINED = {f"{name}_ptr": BF16 for name in ("first", "second", "first_weight", "
 _PLUS_ONES = {"FIRST_PLUS_ONE": True, "SECOND_PLUS_ONE": True}
 _COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
 
+
+def stream_cases() -> tuple[Case, ...]:
+    """The attention stream of the 27B hybrid as `stream_shape` lays it out: both caches, both tiles."""
+    from localspec.kernels.triton.cache_values import fragment_asm
+
+    cases = []
+    for fp8, pairs in ((True, 16), (True, 32), (False, 16), (False, 32)):
+        warps = 4 if pairs == 16 else 8
+        by_target = {}
+        for target in TARGETS:
+            convert = fp8 and target >= 89
+            by_target[target] = {
+                "CONVERT": convert,
+                "PDL": target >= 90,
+                "DEPTH": 3 if target in (90, 100) else 2,
+                "ASM_KEYS": fragment_asm(False, convert),
+                "ASM_VALUES": fragment_asm(True, convert),
+            }
+        cache = BYTES if fp8 else BF16
+        constants = {**_STREAM, "FP8": fp8, "BLOCK": 64 if fp8 else 32, "PAIRS": pairs, "NW": warps}
+        types = _PAGED | {"k_ptr": cache, "v_ptr": cache}
+        cases.append(
+            Case("attention_stream", "attention_stream_kernel", types, constants, warps, 1, by_target, exact=True)
+        )
+    return tuple(cases)
+
+
 CASES = (
     Case(
-        "gdn",
-        "gdn_prepare_kernel",
-        _PROJECTED | _WINDOW,
-        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "EPS": 1e-6},
-        by_target=_DEPENDENT,
-    ),
-    Case(
-        "gdn",
+        "gdn_window",
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        {**HEADS, **_STEP, "KI": 16, "BLOCK_V": 32},
+        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "BLOCK_V": 16, "EPS": 1e-6},
         by_target=_DEPENDENT,
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
@@ -125,26 +149,30 @@ CASES = (
         {"TAPS": 4, "COLUMNS": 19, "SLOTS": 4, "BLOCK": 128},
     ),
     Case(
-        "attention",
+        "attention_blocks",
         "attention_split_kernel",
         _PAGED | {"k_ptr": BYTES, "v_ptr": BYTES},
         {**_SPLIT, "FP8": True, "STAGES": 5},
         by_target=_DEPENDENT,
     ),
     Case(
-        "attention",
+        "attention_blocks",
         "attention_split_kernel",
         _PAGED | {"k_ptr": BF16, "v_ptr": BF16},
         {**_SPLIT, "FP8": False},
         by_target=_DEEP,
     ),
     Case(
-        "attention",
+        "attention_blocks",
         "attention_merge_kernel",
         _PAGED | {"gate_ptr": BF16},
         _MERGE,
         2,
         by_target=_DEPENDENT,
+    ),
+    *stream_cases(),
+    Case(
+        "attention_join", "attention_join_kernel", _PAGED | {"gate_ptr": BF16}, _JOIN, by_target=_DEPENDENT, exact=True
     ),
     Case(
         "attention_prefill",
@@ -223,7 +251,7 @@ def compile_case(index: int, target: int) -> tuple[int, int]:
             continue
         default = FP32 if name.endswith("_ptr") else "fp32" if name.endswith(("eps", "scale_log2")) else "i32"
         signature[name] = case.types.get(name, default)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": not case.exact}
     found = resources(compile_for(kernel, target, signature, constants, options))
     return found.stack_bytes, found.shared_bytes
 

@@ -21,7 +21,8 @@ VARIANTS = (
     Variant(norm=True),
     Variant(rows=16, epilogue="silu_mul", norm=True),
     Variant(epilogue="residual", bias=True),
-    Variant(rows=16, epilogue="residual"),
+    Variant(rows=16, epilogue="residual", following=True),
+    Variant(rows=16, epilogue="silu_mul", prepared=True),
     Variant(format="fp8", norm=True),
     Variant(format="fp8", rows=16, group_scale=True, epilogue="silu_mul"),
 )

@@ -33,7 +33,7 @@ from localspec.kernels.ops import (
 )
 from localspec.kernels.packed_forms import PackedForm, WeightStore
 from localspec.kernels.triton import attention as decode
-from localspec.kernels.triton import drafting, elementwise, gdn, gdn_fold, gdn_prefill, norm_rope, settle
+from localspec.kernels.triton import drafting, elementwise, gdn_fold, gdn_prefill, gdn_window, norm_rope, settle
 from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
@@ -46,7 +46,7 @@ SMALL_ROWS = 16
 PREFILL_ROW_MULTIPLE = 256
 OLDEST_CAPABILITY = (8, 0)
 MAX_TICKETS = 4096
-"""Slots times value heads of a GDN layer; each kernel leaves its tickets at zero."""
+"""Slots times heads of values and keys of a GDN layer; each kernel leaves its tickets at zero."""
 
 
 def supports(device: str) -> str | None:
@@ -74,7 +74,6 @@ class TritonOps:
     activation_dtype = torch.bfloat16
     waits = False
     prefill_row_multiple = PREFILL_ROW_MULTIPLE
-    prepares_norms = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -140,7 +139,7 @@ class TritonOps:
             x = x.to(torch.bfloat16)
         prepared = self._prepared_for(x, norm)
         following = None
-        if self.prepares_norms and then is not None and residual is not None and dtype == torch.bfloat16:
+        if then is not None and residual is not None and dtype == torch.bfloat16:
             following = Prepared.empty(then, x.shape[0], width, self.device)
         fusion = Fusion(norm if prepared is None else None, epilogue, residual, bias, prepared, following)
         stream_linear(x, weight, fusion, self._grow_workspace(weight), out)
@@ -223,7 +222,7 @@ class TritonOps:
         """See `Ops.gdn`. Prefill multiplies in tf32 with float32 sums; the state stays float32."""
         out = torch.empty(inputs.z.shape, dtype=self.activation_dtype, device=self.device)
         if inputs.kind == "verify":
-            return gdn.gdn_window(inputs, weights, state, self._tickets, out)
+            return gdn_window.gdn_window(inputs, weights, state, self._tickets, out)
         return gdn_prefill.gdn_prefill(inputs, weights, state, out, "tf32")
 
     def gdn_fold(self, state: GdnState, pending_rows: Tensor) -> None:

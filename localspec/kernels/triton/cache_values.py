@@ -22,6 +22,36 @@ E4M3_ASM = tl.constexpr(
     prmt.b32 r, $2, 0, 0x3424; shr.b32 m, r, 1; and.b32 m, m, 0x3F803F80; lop3.b32 $1, r, 0x80008000, m, 0xEA; }"""
 )
 
+FRAGMENT_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
+
+
+def fragment_asm(values: bool, convert: bool) -> str:
+    """PTX that decodes the words $4, $5 to four pairs of float16, $0..$3, each the operand of another matmul.
+
+    Keys: the words are neighbours in one key, bytes 0..7, and a pair is any two of them: `_store_queries` follows.
+    Values: the words are the same four dimensions of two keys; pair j is byte j of either. `convert`: by the card's
+    conversion (sm_89 and later), exact; else by integers, as value / 256.
+    """
+    lines = []
+    if convert:
+        words = ("$4", "$5")
+        if values:
+            lines.append("prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362;")
+            words = ("x", "y")
+        lines.append(f"mov.b32 {{a, b}}, {words[0]}; mov.b32 {{c, d}}, {words[1]};")
+        lines += [f"cvt.rn.f16x2.e4m3x2 ${pair}, {half};" for pair, half in enumerate("abcd")]
+        return "{ .reg .b16 a, b, c, d; .reg .b32 x, y;\n" + "\n".join(lines) + " }"
+    # The sign stays, the magnitude goes one place down from the byte in the upper half of each 16 bits.
+    for pair in range(4):
+        if values:
+            lines.append(f"prmt.b32 x, $4, $5, 0x{4 + pair}{pair}{pair}{pair}; shr.b32 y, x, 1;")
+        elif pair % 2:
+            lines.append(f"mov.b32 x, ${4 + pair // 2}; shr.b32 y, x, 1;")
+        else:
+            lines.append(f"shl.b32 x, ${4 + pair // 2}, 8; shl.b32 y, ${4 + pair // 2}, 7;")
+        lines.append(f"and.b32 y, y, 0x3F803F80; lop3.b32 ${pair}, x, 0x80008000, y, 0xEA;")
+    return "{ .reg .b32 x, y;\n" + "\n".join(lines) + " }"
+
 
 @triton.jit
 def load_cached(pointers, mask, FP8: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):

@@ -246,7 +246,7 @@ def gdn_chunk_norm_kernel(
     columns = head * DV + values
     mixed = tl.load(mixed_ptr + (row * (HV * DV))[:, None] + columns[None, :], mask=inside, other=0.0)
     gate = tl.load(z_ptr + (row * z_stride)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    out = norm_and_gate(mixed, gate, norm_ptr, values, eps, DV)
+    out = norm_and_gate(mixed, gate, tl.load(norm_ptr + values).to(tl.float32), eps, DV)
     target = out_ptr + (row * (HV * DV))[:, None] + columns[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -3,10 +3,11 @@
 Knows rows, record rings and the lazy fold. Does not know prompts (`gdn_prefill.py`) nor projections. Specification:
 `reference_gdn.py`.
 
-A program owns part of one value head's state, in registers as [value, key / 16, 16]: with that shape four lanes share a
-row of the state and sums over keys take two shuffles. What does not depend on the rows comes before the wait for the
-kernel that makes them: reading the state, folding the pending records into it, storing it, the conv columns. Then the
-rows follow one by one; each program makes the keys and queries of its head for itself, which costs less than a launch.
+A program owns part of one value head's state, in registers as [value, key / 32, 32]: with that shape eight lanes share
+a row of the state and sums over keys take three shuffles. What does not depend on the rows comes before the wait for
+the kernel that makes them: reading the state, folding the pending records into it, storing it, conv columns, weights.
+Then the rows follow one by one; each program makes the keys and queries of its head for itself, which costs less than a
+launch.
 
 Records and columns that several programs read are overwritten by one of them, the keeper, which is the last of those
 that share a key head and waits until all have read. The others began before it, so it never waits for one that cannot
@@ -24,19 +25,20 @@ from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
 from localspec.kernels.triton.cards import dependent_launch
 from localspec.kernels.triton.gdn import (
-    KEY_INNER,
     L2_EPS,
     check_gdn,
     fold_rows,
     norm_and_gate,
     read_state,
     softplus,
-    state_warps,
     update_state,
 )
 
-VALUE_BLOCK = 32
-"""Values of a head that one program holds: four programs a head fill a card better than one."""
+VALUE_BLOCK = 16
+"""Values of a head that one program holds: several programs a head fill a card better than one."""
+KEY_INNER = 32
+"""Of a key, what eight lanes share; with 16 values a program its registers leave room beside a weight stream."""
+WARPS = 4
 MAX_TAPS = 4
 PADDING_PROGRAMS = tl.constexpr(8)
 
@@ -127,24 +129,20 @@ def keep_decays(
 
 @triton.jit
 def run_rows(
-    state, qkv_ptr, a_ptr, b_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, ring_k_ptr, update_ptr, mixed_ptr,
-    count, head, values, keeper, qk0, qk1, qk2, v0, v1, v2, qkv_stride, a_stride, b_stride,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
-    GATE_PARTS: tl.constexpr, KI: tl.constexpr, EPS: tl.constexpr,
+    state, qkv_ptr, a_ptr, b_ptr, conv_ptr, ring_k_ptr, update_ptr, mixed_ptr, count, head, values, keeper, rate, bias,
+    qk0, qk1, qk2, qk_tap0, qk_tap1, qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride,
+    b_stride, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, GATE_PARTS: tl.constexpr, KI: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """The window of one slot from its folded state; pointers lead to the window's first row or the slot's own part.
 
-    qk0.., v0..: the three columns before the window. update_ptr and mixed_ptr get a row of values each, the rings and
-    the conv columns what the next step folds. The next row's inputs are loaded before this row's sums.
+    qk0.., v0..: the three columns before the window, and the taps. update_ptr and mixed_ptr get a row of values each,
+    the rings and the conv columns what the next step folds. The next row's inputs are loaded before this row's sums.
     """
     key_head = head // (HV // HK)
     dims, which = tl.arange(0, DK)[:, None], tl.arange(0, 2)[None, :]
     qk_channels = which * (HK * DK) + key_head * DK + dims
     v_channels = 2 * HK * DK + head * DV + values
-    qk_tap0, qk_tap1, qk_tap2, qk_tap3 = load_taps(conv_weight_ptr, qk_channels, TAPS)
-    v_tap0, v_tap1, v_tap2, v_tap3 = load_taps(conv_weight_ptr, v_channels, TAPS)
-    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     qk = tl.load(qkv_ptr + qk_channels).to(tl.float32)
     v = tl.load(qkv_ptr + v_channels).to(tl.float32)
     a = gate_logits(a_ptr, 0, a_stride, head, True, HV, GATE_PARTS)
@@ -224,6 +222,11 @@ def gdn_window_kernel(
     v_channels = 2 * HK * DK + head * DV + values
     qk0, qk1, qk2 = load_columns(conv, qk_channels, pending, TAPS, COLUMNS)
     v0, v1, v2 = load_columns(conv, v_channels, pending, TAPS, COLUMNS)
+    qk_tap0, qk_tap1, qk_tap2, qk_tap3 = load_taps(conv_weight_ptr, qk_channels, TAPS)
+    v_tap0, v_tap1, v_tap2, v_tap3 = load_taps(conv_weight_ptr, v_channels, TAPS)
+    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
     if pending > 0:
         state = fold_rows(
             state, ring_k, updates, ring_decay + head, pending, key_head * DK + keys_in_head, head * DV + values,
@@ -246,16 +249,16 @@ def gdn_window_kernel(
             GATE_PARTS,
         )  # fmt: skip
     run_rows(
-        state, qkv_ptr + start * qkv_stride, a_ptr + start * a_stride, b_ptr + start * b_stride, conv_weight_ptr,
-        a_log_ptr, dt_bias_ptr, conv, ring_k, updates, mixed_ptr + start * (HV * DV), count, head, values, keeper,
-        qk0, qk1, qk2, v0, v1, v2, qkv_stride, a_stride, b_stride,
+        state, qkv_ptr + start * qkv_stride, a_ptr + start * a_stride, b_ptr + start * b_stride, conv, ring_k, updates,
+        mixed_ptr + start * (HV * DV), count, head, values, keeper, rate, bias, qk0, qk1, qk2, qk_tap0, qk_tap1,
+        qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride, b_stride,
         HK, HV, DK, DV, TAPS, COLUMNS, GATE_PARTS, KI, EPS,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
     if arrived == PARTS - 1:
         tl.store(tickets + head, 0)
-        finish_head(mixed_ptr, z_ptr, norm_ptr, out_ptr, start, count, head, z_stride, eps, HV, DV)
+        finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV)
 
 
 @triton.jit
@@ -272,7 +275,7 @@ def clear_padding(out_ptr, slots_ptr, num_rows, width, RING: tl.constexpr):
 
 @triton.jit
 def finish_head(
-    mixed_ptr, z_ptr, norm_ptr, out_ptr, start, count, head, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr,
+    mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Norm and gate all values of one head, eight rows at once; other programs wrote parts of them, hence past L1."""
     values = tl.arange(0, DV)
@@ -282,7 +285,7 @@ def finish_head(
         offsets = rows[:, None] * (HV * DV) + (head * DV + values)[None, :]
         mixed = tl.load(mixed_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
         gate = tl.load(z_ptr + rows[:, None] * z_stride + (head * DV + values)[None, :], mask=inside, other=0.0)
-        out = norm_and_gate(mixed, gate.to(tl.float32), norm_ptr, values, eps, DV)
+        out = norm_and_gate(mixed, gate.to(tl.float32), norm, eps, DV)
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -308,8 +311,16 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
         *(state.recurrent, state.conv, state.ring_k, state.ring_u, state.ring_decay),
         *(inputs.window_starts, inputs.window_rows, inputs.pending_rows, inputs.slots, mixed, tickets, out, num_rows),
         *(inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), inputs.z.stride(0), weights.eps),
-        **{"HK": hk, "HV": hv, "DK": dk, "DV": dv, "RING": ring, "TAPS": weights.conv.shape[1], "KI": KEY_INNER},
+        **{
+            "HK": hk,
+            "HV": hv,
+            "DK": dk,
+            "DV": dv,
+            "RING": ring,
+            "TAPS": weights.conv.shape[1],
+            "KI": min(KEY_INNER, dk),
+        },
         **{"GATE_PARTS": inputs.a.shape[1], "BLOCK_V": block_v, "EPS": L2_EPS, "PDL": pdl, "launch_pdl": pdl},
-        num_warps=state_warps(dk, block_v),
+        num_warps=WARPS,
     )
     return out

@@ -1,0 +1,92 @@
+"""Joins the parts that attention_stream.py leaves: blocks to groups, groups to one output, gated.
+
+Knows parts and their order. Warp w of a program folds the groups w, w + 4, ... in order; the four results are added in
+one fixed way. A group comes whole, or as the blocks that it is folded from here as the stream would have done.
+"""
+
+from __future__ import annotations
+
+from localspec.kernels.compat import gdc_launch_dependents, gdc_wait, gl, gluon
+from localspec.kernels.triton.attention_stream import fold_tile, fold_weights
+
+CHAINS = gl.constexpr(4)
+
+
+@gluon.jit
+def _fold_part(acc, top, total, acc_ptr, top_ptr, sum_ptr, place, present, dims, D: gl.constexpr):
+    """Fold the parts at `place` [CHAINS] into acc [SLICE, CHAINS], top and total [CHAINS]; absent ones are empty."""
+    part_top = gl.load(top_ptr + place, mask=present, other=float("-inf"))
+    part_total = gl.load(sum_ptr + place, mask=present, other=0.0)
+    mask = present[None, :] & (dims >= 0)[:, None]
+    part = gl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=mask, other=0.0)
+    new_top, keep, share = fold_weights(top, part_top)
+    return fold_tile(acc, keep, share, part), new_top, gl.fma(total, keep, part_total * share)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "max_parts", "fine_keys"])
+def attention_join_kernel(
+    acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, fine_keys,
+    gate_row_stride, gate_head_stride, out_scale, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    SLICE: gl.constexpr, BLOCK: gl.constexpr, RADIX: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
+    GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: (R, H, D / SLICE), CHAINS warps. Padding rows become zero. out_ptr: [R, H, D]; out_scale: a factor of all.
+
+    STEPS: parts that each chain asks for at once. slots and bounds must be older than the launch before this one.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([SLICE // 32, 1], [32, 1], [1, CHAINS], [0, 1])
+    chain_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [CHAINS], [0])
+    row = gl.program_id(0).to(gl.int64)
+    head = gl.program_id(1)
+    dims = gl.program_id(2) * SLICE + gl.arange(0, SLICE, layout=gl.SliceLayout(1, layout))
+    slot = gl.load(slots_ptr + row)
+    rows = gl.arange(0, ROWS, layout=lanes)
+    own = gl.load(slots_ptr + rows, mask=rows < num_rows, other=-1) == slot
+    all_ends = gl.load(end_ptr + rows, mask=rows < num_rows, other=0)
+    fine = gl.max(gl.where(own, all_ends, 0), axis=0) <= fine_keys
+    begin = gl.load(begin_ptr + row).to(gl.int32)
+    end = gl.where(slot < 0, 0, gl.load(end_ptr + row).to(gl.int32))
+    pairs = num_rows * GROUP
+    base = ((head // GROUP) * max_parts).to(gl.int64) * pairs + row * GROUP + head % GROUP
+    acc = gl.zeros([SLICE, CHAINS], gl.float32, layout=layout)
+    top = gl.full([CHAINS], float("-inf"), gl.float32, layout=chain_layout)
+    total = gl.zeros([CHAINS], gl.float32, layout=chain_layout)
+    chain = gl.arange(0, CHAINS, layout=chain_layout)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first_group = begin // (BLOCK * RADIX)
+    stop_group = gl.cdiv(end, BLOCK * RADIX)
+    if fine:
+        for batch in range(first_group // CHAINS * CHAINS, stop_group, CHAINS):
+            group_acc = gl.zeros([SLICE, CHAINS], gl.float32, layout=layout)
+            group_top = gl.full([CHAINS], float("-inf"), gl.float32, layout=chain_layout)
+            group_total = gl.zeros([CHAINS], gl.float32, layout=chain_layout)
+            for member in gl.static_range(RADIX):
+                index = (batch + chain) * RADIX + member
+                present = (index >= begin // BLOCK) & (index < gl.cdiv(end, BLOCK))
+                group_acc, group_top, group_total = _fold_part(
+                    group_acc, group_top, group_total, acc_ptr, top_ptr, sum_ptr, base + index * pairs, present, dims, D
+                )
+            new_top, keep, share = fold_weights(top, group_top)
+            acc = fold_tile(acc, keep, share, group_acc)
+            total = gl.fma(total, keep, group_total * share)
+            top = new_top
+    else:
+        for batch in range(first_group // CHAINS * CHAINS, stop_group, CHAINS * STEPS):
+            for step in gl.static_range(STEPS):
+                index = batch + step * CHAINS + chain
+                present = (index >= first_group) & (index < stop_group)
+                acc, top, total = _fold_part(
+                    acc, top, total, acc_ptr, top_ptr, sum_ptr, base + index * pairs, present, dims, D
+                )
+    last_top = gl.max(top, axis=0)
+    share = gl.exp2(top - gl.where(last_top == float("-inf"), 0.0, last_top))
+    out = gl.sum(acc * share[None, :], axis=1)
+    weight = gl.sum(total * share, axis=0)
+    out = out * out_scale / gl.where(weight == 0.0, 1.0, weight)
+    if GATED:
+        gate = gl.load(gate_ptr + row * gate_row_stride + head * gate_head_stride + dims).to(gl.float32)
+        out = out / (1.0 + gl.exp(-gate))
+    gl.store(out_ptr + (row * H + head) * D + dims, out.to(out_ptr.dtype.element_ty))
