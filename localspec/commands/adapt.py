@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from localspec.engine.build import ModelPlace
     from localspec.training.answers import Answer
 
-METHODS = ("eagle3", "dflash", "dspark")
+METHODS = ("eagle3", "dflash", "dspark", "mtp")
 CONSENT_FILE = "adapt.json"
 PREVIOUS = "previous"
 HELD_OUT_ONE_IN = 5

@@ -46,7 +46,7 @@ REPORT_FILE = "training.json"
 @click.option("--steps", default=0, type=click.IntRange(0), help="Steps of training, instead of minutes.")
 @click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1))
 @click.option("--form", type=click.Choice(["bf16", "nvfp4"]), default="bf16", show_default=True)
-@click.option("--draft-vocabulary", default=8192, show_default=True, type=click.IntRange(0), help="0: all tokens.")
+@click.option("--draft-vocabulary", default=16384, show_default=True, type=click.IntRange(0), help="0: all tokens.")
 @click.option("--tokens-per-batch", default=8192, show_default=True, type=click.IntRange(64))
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @device_option
