@@ -8,11 +8,13 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from localspec.server.context import port_of
 from localspec.server.errors import bad
 from localspec.server.fields import Fields
 from localspec.server.security import too_large
 from localspec.server.settings import ServerSettings
 from localspec.server.sse import ClientLeft
+from localspec.server.trim import LARGE_BODY_BYTES
 
 
 async def read_fields(request: Request, settings: ServerSettings) -> Fields:
@@ -25,24 +27,36 @@ async def read_fields(request: Request, settings: ServerSettings) -> Fields:
                 raise too_large(settings)
     except ClientDisconnect as gone:
         raise ClientLeft from gone
-    return Fields(parse(bytes(body)))
+    finally:
+        if len(body) > LARGE_BODY_BYTES:
+            port_of(request).heap.later()
+    text = text_of(body)
+    # A large body must not stay beside its text and its values: three copies of it at once.
+    body.clear()
+    return Fields(parse(text))
 
 
-def parse(body: bytes) -> Any:
-    """JSON value of a body. Raises ApiError 400."""
-    if not body.strip():
-        return {}
+def text_of(body: bytes | bytearray) -> str:
+    """Text of a body, without the mark that some systems put first. Raises ApiError 400."""
     try:
-        data = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
+        return body.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise bad("The body is not UTF-8 text.", code="invalid_json") from None
+
+
+def parse(text: str) -> Any:
+    """JSON value of a body. Raises ApiError 400."""
+    if not text.strip(" \t\r\n\f\v"):
+        return {}
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise bad("The body is nested too deeply.", code="invalid_json") from None
     except json.JSONDecodeError as reason:
         raise bad(f"The body is not JSON: {str(reason)[:200]}.", code="invalid_json") from None
     except ValueError:
         raise bad("The body holds a whole number of thousands of digits.", code="invalid_json") from None
-    if b"\\u" in body:
+    if "\\u" in text:
         _refuse_half_characters(data)
     return data
 

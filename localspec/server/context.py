@@ -21,6 +21,7 @@ from localspec.server.errors import ApiError
 from localspec.server.fields import Fields
 from localspec.server.request import Caller
 from localspec.server.settings import ServerSettings
+from localspec.server.trim import HeapTrimmer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Port:
     started_s: float = field(default_factory=time.time)
     n_requests: int = 0
     n_holders: int = 0
+    heap: HeapTrimmer = field(default_factory=HeapTrimmer)
     _clients: set[str] = field(default_factory=set)
     _noted: set[str] = field(default_factory=set)
 

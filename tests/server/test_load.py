@@ -21,7 +21,7 @@ def test_bad_clients_disturb_nobody() -> None:
         "8",
         "--bad",
         "6",
-        "--max-growth",
+        "--max-spread",
         "1",
     ]
     env = {"PYTHONPATH": str(ROOT), "PATH": ""}
