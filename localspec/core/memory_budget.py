@@ -99,17 +99,17 @@ class Budget:
 
 
 def workspace_bytes(hidden: int, inner: int, widest_matrix: int, vocab: int) -> int:
-    """Scratch: a prompt's chunk (part of a matrix unpacked to bf16, rows at their widest three times, the stream eight
+    """Scratch: a prompt's chunk (part of a matrix unpacked to bf16, rows at their widest three times, the stream five
     times) or a step's logits (float32, five copies in acceptance), whichever is more; what captured steps keep for
-    themselves, fifteen copies of logits; tables of penalties and biases.
+    themselves, ten copies of logits; tables of penalties and biases.
 
     hidden, inner: widths of the stream and of the feed-forward part; widest_matrix: values of the largest matrix but
     the head.
     """
-    chunk = min(2 * widest_matrix, UNPACKED_BYTES) + CHUNK_TOKENS * 2 * (3 * inner + 8 * hidden)
+    chunk = min(2 * widest_matrix, UNPACKED_BYTES) + CHUNK_TOKENS * 2 * (3 * inner + 5 * hidden)
     logits = 5 * 4 * MAX_ROWS * vocab
     tables = 3 * 4 * MAX_SLOTS * vocab
-    return max(chunk, logits) + 3 * logits + tables
+    return max(chunk, logits) + 2 * logits + tables
 
 
 def plan_memory(demand: Demand, available: int, context_tokens: int | None = None, contexts: int = 1) -> Budget:
