@@ -44,7 +44,7 @@ class Limits:
     max_queued: int = 64
     chunk_tokens: int = SEGMENT_TOKENS
     num_layers: int = 1
-    target_step_ms: float = 50.0
+    target_step_ms: float = 40.0
     overflow: OverflowLimits = field(default_factory=OverflowLimits)
     steady_depth: bool = False
     """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""

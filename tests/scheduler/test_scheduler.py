@@ -256,7 +256,7 @@ def test_parts_beside_a_stream_follow_the_measured_time() -> None:
             scheduler.prefill_done(plan)
         else:
             emit(scheduler, plan, 1)
-    assert counts[0] == 5 and counts[-1] == 25 and stream.stage is Stage.DECODE
+    assert counts[0] == 5 and counts[-1] == 20 and stream.stage is Stage.DECODE
 
 
 def test_rows_are_shared_by_worth_where_nobody_fixed_them() -> None:
