@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 
 from localspec.kernels.backends.triton_sm80 import TritonOps  # noqa: E402
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging  # noqa: E402
-from localspec.kernels.triton import attention, attention_prefill, gdn  # noqa: E402
+from localspec.kernels.triton import attention_prefill, gdn  # noqa: E402
 from localspec.kernels.triton.norm_rope import norm_rope_store  # noqa: E402
 from localspec.kernels.weights import DenseWeight  # noqa: E402
 
@@ -177,13 +177,6 @@ def measure_attention(ops: TritonOps, figures: dict[str, float]) -> None:
             where, end = attention_rows(num_slots, num_rows, length, tables, 131072)
             name = f"attention layer, {num_slots} slots {num_rows} rows {length} keys {str(dtype)[6:]}"
             figures[name] = time_graph_us(attention_body(ops, (k, v), where, end)) / layers
-            if num_slots == 1 and num_rows in (1, 8) and length in (2048, 32768):
-                usual = attention.TARGET_PROGRAMS
-                for programs in (264, 1056):
-                    attention.TARGET_PROGRAMS = programs
-                    body = attention_body(ops, (k, v), where, end)
-                    figures[f"{name}, {programs} programs"] = time_graph_us(body) / layers
-                attention.TARGET_PROGRAMS = usual
 
 
 def measure_small(ops: TritonOps, figures: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from localspec.kernels.ops import Paging
 from localspec.kernels.triton import attention
 from localspec.kernels.triton.attention import paged_attention
 from localspec.kernels.triton.attention_prefill import prefill_attention
+from localspec.kernels.triton.cache_values import cache_bytes
 from tests.kernels.gpu_support import DEVICE, paged_cache, paging, poison, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -104,6 +105,26 @@ def test_single_blocks_and_groups_give_the_same_bits(dtype: torch.dtype, monkeyp
     one = paging(tables, [0], 5000)
     alone = attention.paged_attention(q[2:], k_pages, v_pages, one, (begin[2:], end[2:]), 0.0625)
     assert torch.equal(alone, found[64][2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+def test_tiles_of_any_shape_give_the_same_bits(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_heads, kv_heads, head_dim = heads
+    _, _, k_pages, v_pages, tables = paged_cache([1500, 70], kv_heads, head_dim, dtype, seed=9)
+    q = torch.randn(16, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    end = torch.tensor([*range(1488, 1499), *range(66, 71)], device=DEVICE)
+    begin = torch.zeros_like(end)
+    begin[3], begin[12] = 1111, 65
+    where = paging(tables, [0] * 11 + [1] * 5, 1500)
+    pages = cache_bytes(k_pages)[0], cache_bytes(v_pages)[0]
+    block = attention.stream_shape(1, num_heads // kv_heads, head_dim, dtype.itemsize == 1, DEVICE).block_keys
+    found = []
+    for pairs, warps, depth, programs in ((16, 4, 2, 264), (16, 4, 3, 20), (32, 8, 2, 132), (64, 8, 2, 132)):
+        shape = attention.StreamShape(pairs, warps, depth, block, programs)
+        poison()
+        found.append(attention.attend_in_streams(q, pages, where, (begin, end), head_dim**-0.5, None, shape))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 def test_small_fp8_values_keep_their_size() -> None:

@@ -48,7 +48,18 @@ _KEYS = {"D": 256, "BLOCK": 32, "ROWS": 16, "PDL": False}
 _SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 3, "ASM": True}
 _MERGE = {**_KEYS, "H": 24, "BLOCK_D": 32, "BLOCKS": 8, "MERGE": 16, "GATED": True}
 _STREAM = {"GROUP": 6, "HEADS_KV": 4, "D": 256, "RADIX_LOG2": 4, "ROWS": 16}
-_JOIN = {"H": 24, "GROUP": 6, "D": 256, "SLICE": 64, "BLOCK": 64, "RADIX": 16, "STEPS": 8, "ROWS": 16, "GATED": True}
+_JOIN = {
+    "H": 24,
+    "GROUP": 6,
+    "D": 256,
+    "SLICE": 64,
+    "BLOCK": 64,
+    "RADIX": 16,
+    "STEPS": 8,
+    "ROWS": 16,
+    "GATED": True,
+    "PDL": False,
+}
 _SMALL_BLOCK = {target: {"BLOCK": 16} for target in (80, 86, 89)}
 _DEEP = {90: {"PDL": True, "STAGES": 5}, 100: {"PDL": True, "STAGES": 5}, 120: {"PDL": True}}
 _DEPENDENT = {target: {"PDL": True} for target in (90, 100, 120)}
@@ -90,7 +101,7 @@ def stream_cases() -> tuple[Case, ...]:
     cases = []
     for fp8, pairs in ((True, 16), (True, 32), (False, 16), (False, 32)):
         warps = 4 if pairs == 16 else 8
-        by_target = {}
+        by_target: dict[int, dict[str, Any]] = {}
         for target in TARGETS:
             convert = fp8 and target >= 89
             by_target[target] = {

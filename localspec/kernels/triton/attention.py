@@ -55,7 +55,7 @@ def stream_shape(num_rows: int, group: int, head_dim: int, fp8: bool, device: to
     other_bytes = pairs * (head_dim + block_keys) * 2 + 2048
     shared_bytes = properties.shared_memory_per_multiprocessor
     places = 2 if pairs == 16 and shared_bytes >= 2 * (4 * block_bytes + other_bytes) else 1
-    room_bytes = min(shared_bytes // places, properties.shared_memory_per_block_optin)
+    room_bytes = shared_bytes // places
     depth = 3 if room_bytes >= 6 * block_bytes + other_bytes else 2
     warps = 4 if pairs == 16 else 8
     return StreamShape(pairs, warps, depth, block_keys, places * properties.multi_processor_count)
@@ -86,7 +86,7 @@ def streams(q: Tensor, pages: Tensor) -> bool:
     """Whether attention_stream.py has kernels for these queries and cache bytes."""
     num_heads, head_dim = q.shape[1:]
     same = q.dtype in (torch.bfloat16, torch.float16) and pages.dtype in (q.dtype, torch.uint8)
-    return q.is_cuda and same and head_dim in STREAM_HEAD_DIMS and num_heads // pages.shape[2] <= 32
+    return q.is_cuda and same and head_dim in STREAM_HEAD_DIMS and num_heads // pages.shape[2] <= 16
 
 
 def paged_attention(
