@@ -27,7 +27,7 @@ from localspec.kernels.compat import (
     gluon,
 )
 from localspec.kernels.triton.weight_decode import multiply_chunk
-from localspec.kernels.triton.weight_sums import close_tile, forget_rows, normalise, row_factors
+from localspec.kernels.triton.weight_sums import close_tile, forget_rows, load_squares, normalise, row_factors
 
 
 @gluon.jit
@@ -203,9 +203,13 @@ def weight_stream_kernel(
     later = _fill_x(x_even, x_odd, rows_ptr, unit, stop, pairs, M, K8, rows_stride8, MP, KC, NW, DEPTH)
     if NORM_BLOCK > 0:
         forget_rows(ready_ptr)
-    row_factor = 0.0
+    squares = 0.0
+    early_factor = 0.0
     if SQUARES > 0:
-        row_factor = row_factors(squares_ptr, (K8 * 8 + BN - 1) // BN, K8, eps, SQUARES, MP, NW, mma)
+        # Asked for now, used when a tile is done; beside 16 rows of sums no registers are left to hold them.
+        squares = load_squares(squares_ptr, (K8 * 8 + BN - 1) // BN, SQUARES, MP, NW)
+        if MP == 16:
+            early_factor = row_factors(squares, K8, eps, mma)
     slot = 0
     while unit < stop:
         tile = unit // pairs
@@ -219,6 +223,9 @@ def weight_stream_kernel(
             unit, tile_stop, stop, slot, later, pairs, M, K8, rows_stride8,
             BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, mma, ASM_EVEN, ASM_ODD, CONSTRAINTS,
         )  # fmt: skip
+        row_factor = early_factor
+        if SQUARES > 0 and MP == 8:
+            row_factor = row_factors(squares, K8, eps, mma)
         close_tile(
             total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, row_factor, bias_ptr, out_ptr,
             residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs,

@@ -76,14 +76,17 @@ def prepare(
 
 
 @gluon.jit
-def row_factors(
-    squares_ptr, num_tiles, K8, eps, BLOCK: gl.constexpr, MP: gl.constexpr, NW: gl.constexpr, mma: gl.constexpr
-):  # fmt: skip
-    """1 / rms of every row from the sums of squares that the kernel before left: [MP]. BLOCK: at least num_tiles."""
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32 if BLOCK > 32 else 1, 1], [32, 1], [1, NW], [0, 1])
+def load_squares(squares_ptr, num_tiles, BLOCK: gl.constexpr, MP: gl.constexpr, NW: gl.constexpr):
+    """The sums of squares that the kernel before left: [BLOCK, MP], zero from num_tiles on."""
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32, 1], [32, 1], [1, NW], [0, 1])
     tiles = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
-    squares = gl.load(squares_ptr + (tiles * 16)[:, None] + m[None, :], mask=(tiles < num_tiles)[:, None], other=0.0)
+    return gl.load(squares_ptr + (tiles * 16)[:, None] + m[None, :], mask=(tiles < num_tiles)[:, None], other=0.0)
+
+
+@gluon.jit
+def row_factors(squares, K8, eps, mma: gl.constexpr):
+    """1 / rms of every row from what `load_squares` found: [MP]."""
     factors = gl.rsqrt(gl.sum(squares, axis=0) / (K8 * 8).to(gl.float32) + eps)
     return gl.convert_layout(factors, gl.SliceLayout(0, mma))
 
