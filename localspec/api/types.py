@@ -339,10 +339,12 @@ class EngineError(Exception):
     """A request or control call that the engine refuses.
 
     `code` is a stable word (`context_length_exceeded`, `bad_request`, `not_ready`, `overloaded`, `unsupported`,
-    `model_not_found`, `machine_cannot`, `internal`); `message` is one sentence that says what would work.
+    `model_not_found`, `machine_cannot`, `internal`); `message` is one sentence that says what would work; `param` names
+    the field of the request that it is about, by OpenAI's name for it.
     """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.param = param

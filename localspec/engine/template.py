@@ -54,9 +54,11 @@ class ChatTemplate:
                 }
             )
         except (TemplateError, SecurityError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise EngineError("bad_request", f"the model's chat template refuses these messages: {error}") from error
+            what = f"the model's chat template refuses these messages: {error}"
+            raise EngineError("bad_request", what, "messages") from error
         if len(text) > MAX_RENDERED_CHARS:
-            raise EngineError("bad_request", f"the rendered prompt has {len(text)} characters; send a shorter one")
+            what = f"the rendered prompt has {len(text)} characters; send a shorter one"
+            raise EngineError("bad_request", what, "messages")
         return text
 
 

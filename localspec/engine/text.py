@@ -67,10 +67,11 @@ class TextStage:
         """Raises EngineError: `bad_request`, or `context_length_exceeded` with both numbers."""
         text, ids = self._prompt(request)
         if not ids:
-            raise EngineError("bad_request", "the prompt is empty; send at least one token")
+            raise EngineError("bad_request", "the prompt is empty; send at least one token", "prompt")
         bad = next((i for i in ids if not 0 <= i < self.tokenizer.vocab_size), None)
         if bad is not None:
-            raise EngineError("bad_request", f"token id {bad} is outside the vocabulary of {self.tokenizer.vocab_size}")
+            size = self.tokenizer.vocab_size
+            raise EngineError("bad_request", f"token id {bad} is outside the vocabulary of {size}", "prompt")
         room = self.context_limit_tokens - len(ids)
         if room < 1:
             raise EngineError(
@@ -119,12 +120,12 @@ class TextStage:
         thinking = prepared.request.thinking
         try:
             return self._compiled(grammar, thinking, may_think)
-        except EngineError:
+        except EngineError as error:
             if grammar is request.grammar:
                 raise
             if self._call_rule(request).is_demanded:
                 self._refuse_arguments(request)
-                raise
+                raise EngineError(error.code, error.message, "tools") from error
         # Tools that may be called, not must: they work without a grammar, the port reads what the model writes.
         return self._compiled(request.grammar, thinking, may_think)
 
@@ -135,7 +136,7 @@ class TextStage:
                 self._grammars.compile(grammar)
             except GrammarRefused as error:
                 raise EngineError(
-                    "bad_request", f"the parameters of the tool {name!r} cannot be demanded: {error}"
+                    "bad_request", f"the parameters of the tool {name!r} cannot be demanded: {error}", "tools"
                 ) from error
 
     def _compiled(
@@ -146,7 +147,7 @@ class TextStage:
         try:
             return self._grammars.compile(grammar, thinking, may_think)
         except GrammarRefused as error:
-            raise EngineError("bad_request", str(error)) from error
+            raise EngineError("bad_request", str(error), "response_format") from error
 
     def stream(self, prepared: Prepared, stops: tuple[str, ...]) -> tuple[TextStream, PhaseTracker]:
         """The text side of a running request."""
@@ -188,7 +189,8 @@ class TextStage:
 
     def _render(self, request: GenerateRequest) -> str:
         if self.template is None:
-            raise EngineError("unsupported", "this model has no chat template; send a plain prompt instead of messages")
+            what = "this model has no chat template; send a plain prompt instead of messages"
+            raise EngineError("unsupported", what, "messages")
         last = request.messages[-1]
         if not (request.continue_final_message and last.role == "assistant"):
             return self.template.render(request.messages, request.tools, request.template_options)
@@ -199,21 +201,26 @@ class TextStage:
         text = self.template.render(messages, request.tools, request.template_options, add_generation_prompt=False)
         head, found, _ = text.partition(marker)
         if not found:
-            raise EngineError("bad_request", "this model's template cannot continue the last assistant message")
+            raise EngineError(
+                "bad_request", "this model's template cannot continue the last assistant message", "messages"
+            )
         return head
 
     def _checked(self, sampling: Sampling) -> Sampling:
         if not 0.0 <= sampling.temperature <= 100.0:
-            raise EngineError("bad_request", "temperature must lie between 0 and 100")
+            raise EngineError("bad_request", "temperature must lie between 0 and 100", "temperature")
         if not 0.0 < sampling.top_p <= 1.0:
-            raise EngineError("bad_request", "top_p must lie above 0 and at most 1")
-        if not 0.0 <= sampling.min_p <= 1.0 or sampling.top_k < 0:
-            raise EngineError("bad_request", "min_p must lie between 0 and 1, and top_k must not be negative")
+            raise EngineError("bad_request", "top_p must lie above 0 and at most 1", "top_p")
+        if not 0.0 <= sampling.min_p <= 1.0:
+            raise EngineError("bad_request", "min_p must lie between 0 and 1", "min_p")
+        if sampling.top_k < 0:
+            raise EngineError("bad_request", "top_k must not be negative", "top_k")
         if not sampling.repetition_penalty > 0.0:
-            raise EngineError("bad_request", "repetition_penalty must be above 0")
+            raise EngineError("bad_request", "repetition_penalty must be above 0", "repetition_penalty")
         size = self.tokenizer.vocab_size
         if any(not 0 <= token_id < size for token_id, _ in sampling.logit_bias):
-            raise EngineError("bad_request", f"logit_bias names a token id outside the vocabulary of {size}")
+            what = f"logit_bias names a token id outside the vocabulary of {size}"
+            raise EngineError("bad_request", what, "logit_bias")
         return sampling
 
     def _thinking_rule(self, request: GenerateRequest, thinking_open: bool) -> ThinkingRule | None:
@@ -235,7 +242,7 @@ class TextStage:
         try:
             return tool_call_grammar(request.tools, self._template_source, marks, self._call_rule(request))
         except RecursionError:
-            raise EngineError("bad_request", "the schema of a tool is nested too deeply") from None
+            raise EngineError("bad_request", "the schema of a tool is nested too deeply", "tools") from None
 
     def _call_rule(self, request: GenerateRequest) -> CallRule:
         options = request.template_options

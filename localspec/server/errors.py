@@ -76,7 +76,7 @@ def bad(message: str, param: str | None = None, code: str = "bad_request") -> Ap
 def from_engine(error: EngineError) -> ApiError:
     """The engine's refusal as an answer of the port."""
     status = _STATUS_OF_CODE.get(error.code, 500)
-    param = "messages" if error.code == "context_length_exceeded" else None
+    param = error.param or ("messages" if error.code == "context_length_exceeded" else None)
     retry_after_s = {429: 1, 503: 2}.get(status)
     return ApiError(status, error.message, code=error.code, param=param, retry_after_s=retry_after_s)
 

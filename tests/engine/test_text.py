@@ -217,21 +217,25 @@ def test_no_text_has_fewer_tokens_than_told(tokenizer: Tokenizer, source: str) -
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "words", "param"),
     [
-        (GenerateRequest(), "exactly one of"),
-        (GenerateRequest(prompt="a", prompt_token_ids=(1,)), "exactly one of"),
-        (GenerateRequest(prompt=""), "the prompt is empty"),
-        (GenerateRequest(prompt_token_ids=(1, 49999)), "49999"),
-        (GenerateRequest(prompt="a", sampling=Sampling(temperature=-1)), "temperature"),
-        (GenerateRequest(prompt="a", sampling=Sampling(top_p=0)), "top_p"),
-        (GenerateRequest(prompt="a", sampling=Sampling(logit_bias=((60000, 1.0),))), "logit_bias"),
+        (GenerateRequest(), "exactly one of", None),
+        (GenerateRequest(prompt="a", prompt_token_ids=(1,)), "exactly one of", None),
+        (GenerateRequest(prompt=""), "the prompt is empty", "prompt"),
+        (GenerateRequest(prompt_token_ids=(1, 49999)), "49999", "prompt"),
+        (GenerateRequest(prompt="a", sampling=Sampling(temperature=-1)), "temperature", "temperature"),
+        (GenerateRequest(prompt="a", sampling=Sampling(top_p=0)), "top_p", "top_p"),
+        (GenerateRequest(prompt="a", sampling=Sampling(min_p=2)), "min_p", "min_p"),
+        (GenerateRequest(prompt="a", sampling=Sampling(top_k=-1)), "top_k", "top_k"),
+        (GenerateRequest(prompt="a", sampling=Sampling(logit_bias=((60000, 1.0),))), "logit_bias", "logit_bias"),
     ],
 )
-def test_wrong_requests_say_what_is_wrong(text: TextStage, request_: GenerateRequest, words: str) -> None:
+def test_wrong_requests_say_what_is_wrong(
+    text: TextStage, request_: GenerateRequest, words: str, param: str | None
+) -> None:
     with pytest.raises(EngineError, match=words) as caught:
         text.prepare(request_)
-    assert caught.value.code == "bad_request"
+    assert (caught.value.code, caught.value.param) == ("bad_request", param)
 
 
 def test_the_last_assistant_message_can_be_continued(text: TextStage) -> None:

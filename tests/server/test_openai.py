@@ -385,3 +385,12 @@ async def test_strict_names_unknown_routes_and_methods() -> None:
         assert set((await client.get("/nothing")).json()["error"]) == {"message", "type", "param", "code"}
         assert (await client.get(CHAT)).status_code == 405
         assert (await client.post("/v1/embeddings", json={})).json()["error"]["code"] == "unsupported"
+
+
+async def test_what_the_engine_refuses_is_named_too() -> None:
+    refuse = Reply(refuse=EngineError("bad_request", "The schema cannot be compiled.", "response_format"))
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    async with serving(says(refuse, refuse)) as address, httpx.AsyncClient(base_url=address) as http:
+        for stream in (False, True):
+            reply = await http.post("/v1/chat/completions", json={**ask, "stream": stream})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
