@@ -31,10 +31,10 @@ def chat_rows(chats: Iterable[Chat], typed: str, now_s: float) -> list[Row]:
         if all(word in title.casefold() for word in words):
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append(f"{age_text(now_s - chat.updated_s):>7}  ", "dim")
-            text.append(title)
-            text.append(f"  {chat.message_count} messages", "dim")
+            text.append(f"{chat.message_count:>4} messages  ", "dim")
             if chat.draft:
-                text.append("  (unsent text)", "italic")
+                text.append("(unsent text) ", "italic")
+            text.append(title)
             rows.append(Row(chat.id, text))
     return rows
 

@@ -123,7 +123,7 @@ def strip_lines(state: PanelState, width: int) -> list[Text]:
     first = Text.assemble((name, _STRONG), drafter, figures)
     second = Text(f"{now.tok_per_s:.1f} tok/s", style=_STRONG)
     parts = [speedup_text(now)]
-    if now.prefill_total_tokens > now.prefill_done_tokens:
+    if _reads(now):
         parts.append(f"reading {percent(now.prefill_done_tokens / now.prefill_total_tokens)}")
     if now.context_limit_tokens:
         parts.append(f"context {short_count(now.context_used_tokens)}/{short_count(now.context_limit_tokens)}")
@@ -203,9 +203,14 @@ def _context_lines(now: MetricsSnapshot, width: int) -> Iterator[Text]:
         label = f" {short_count(now.context_used_tokens)}/{short_count(limit)}"
         yield Text.assemble(_tray(now.context_used_tokens / limit, width - len(label)), label)
     total = now.prefill_total_tokens
-    if total > now.prefill_done_tokens:
+    if _reads(now):
         label = f" {now.prefill_done_tokens}/{total}"
         yield Text.assemble("reading ", bar(now.prefill_done_tokens / total, max(1, width - 8 - len(label))), label)
+
+
+def _reads(now: MetricsSnapshot) -> bool:
+    # The figures of a prompt whose reader left in the middle of it stay; nobody reads it any more.
+    return now.active_requests > 0 and now.prefill_total_tokens > now.prefill_done_tokens
 
 
 def _tray(share: float, width: int) -> Text:

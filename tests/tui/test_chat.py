@@ -15,6 +15,7 @@ from localspec.api.types import EngineError, GenerateRequest
 from localspec.chats import NewChat, Stored, open_store
 from localspec.tui.screens.answering import UPDATES_PER_S
 from localspec.tui.screens.ask import AskScreen
+from localspec.tui.screens.browse import BEFORE_SEARCH
 from localspec.tui.screens.pick import PickScreen
 from tests.tui.fakes import NARROW, TINY, WIDE, DyingEngine, ask, listed, scripted, started, until
 
@@ -214,6 +215,26 @@ async def test_search_goes_to_the_message(tmp_path: Path) -> None:
         await until(lambda: any("zebra" in str(o.prompt) for o in app.screen.query_one(OptionList).options))
         await pilot.press("enter")
         await until(lambda: app.screen is app.chat and app.chat.conversation.messages[-1].content == "zebra stripes")
+
+
+async def test_lists_say_why_they_are_empty_and_rows_stay_on_one_line(tmp_path: Path) -> None:
+    async with started(scripted("one"), tmp_path, (60, 20)) as (app, pilot):
+        await ask(app, pilot, "a question with so many words that its title fills more than the width of the list")
+
+        async def says(key: str, typed: str, text: str) -> None:
+            await pilot.press(key)
+            await until(lambda: isinstance(app.screen, PickScreen))
+            app.screen.query_one("Input").value = typed
+            await until(lambda: [str(o.prompt) for o in app.screen.query_one(OptionList).options] == [text])
+            await pilot.press("escape")
+
+        await says("ctrl+f", "", BEFORE_SEARCH)
+        await says("ctrl+f", "zebra", "Nothing found.")
+        await says("ctrl+r", "zebra", "No title has that.")
+        await pilot.press("ctrl+r")
+        await listed(app, 1)
+        options = app.screen.query_one(OptionList)
+        assert "2 messages" in options.render_line(0).text and options.virtual_size.height == 1
 
 
 async def test_private_chat_leaves_no_trace(tmp_path: Path) -> None:

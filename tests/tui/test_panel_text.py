@@ -70,12 +70,16 @@ def test_a_narrow_header_cuts_names_but_never_a_figure() -> None:
         speedup_vs_plain=0.76,
         context_used_tokens=815,
         context_limit_tokens=8192,
+        active_requests=1,
         prefill_done_tokens=1,
         prefill_total_tokens=2,
     )
     first, second = strip_lines(PanelState().advanced(model, now), 78)
     assert first.plain.endswith("…  accepted 60%  run 10.25") and first.plain.startswith("smollm2-135m (demo)  auto:")
     assert second.plain == "1121.7 tok/s  ×0.76 against plain  reading 50%  context 815/8.2k"
+    gone = replace(now, active_requests=0)
+    for lines in (strip_lines, full_lines):
+        assert not any("reading" in line.plain for line in lines(PanelState().advanced(model, gone), 78))
     _, second = strip_lines(PanelState().advanced(model, now), 60)
     assert second.plain == "1121.7 tok/s  ×0.76 against plain  reading 50%"
 

@@ -29,6 +29,7 @@ from localspec.tui.text import problem_text
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
 
+BEFORE_SEARCH = "Type words that a message holds; of the last one its beginning is enough."
 CHAT_ACTIONS = (("f2", "rename", "rename"), ("f3", "export", "export"), ("delete", "delete", "delete"))
 
 
@@ -47,8 +48,10 @@ class Browser:
     def show(self, kind: str) -> None:
         """Open `chats`, `search`, `models`, `bench`, `tuner` or `settings`."""
         lists = {
-            "chats": lambda: PickScreen("Chats", self._chats, CHAT_ACTIONS, "No chat yet."),
-            "search": lambda: PickScreen("Search in all chats", self._hits, (), "Nothing found."),
+            "chats": lambda: PickScreen(
+                "Chats", self._chats, CHAT_ACTIONS, "No title has these words.", "No chat yet."
+            ),
+            "search": lambda: PickScreen("Search in all chats", self._hits, (), "Nothing found.", BEFORE_SEARCH),
             "models": lambda: PickScreen("Installed models", self._models, (), "localspec pull NAME installs one."),
         }
         screens = {"bench": self._show_bench, "tuner": self._show_tuner, "settings": self._parameters}

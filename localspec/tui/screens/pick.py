@@ -34,10 +34,18 @@ Loader = Callable[[str], Awaitable[Sequence[Row]]]
 
 
 class PickScreen(ModalScreen[Picked | None]):
-    """`load` gives the rows for a typed text; `actions` are (key, action, label) beside Enter."""
+    """`load` gives the rows for a typed text; `actions` are (key, action, label) beside Enter.
+
+    `empty` is said where there are no rows, `before` where nothing was typed yet.
+    """
 
     def __init__(
-        self, title: str, load: Loader, actions: tuple[tuple[str, str, str], ...] = (), empty: str = ""
+        self,
+        title: str,
+        load: Loader,
+        actions: tuple[tuple[str, str, str], ...] = (),
+        empty: str = "",
+        before: str = "",
     ) -> None:
         super().__init__(classes="dialog")
         self._title = title
@@ -47,6 +55,7 @@ class PickScreen(ModalScreen[Picked | None]):
             ["Enter opens", *(f"{_key_name(key)} {label}" for key, _, label in actions), "Esc closes"]
         )
         self._empty = empty
+        self._before = before or empty
 
     def compose(self) -> ComposeResult:
         with Vertical():
@@ -98,7 +107,7 @@ class PickScreen(ModalScreen[Picked | None]):
             options.add_options([Option(row.text, id=row.key) for row in rows])
             options.highlighted = 0
         elif self._empty:
-            options.add_option(Option(self._empty, disabled=True))
+            options.add_option(Option(self._empty if typed.strip() else self._before, disabled=True))
 
     def _pick(self, action: str) -> None:
         options = self.query_one(OptionList)
