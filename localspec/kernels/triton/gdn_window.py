@@ -128,11 +128,40 @@ def keep_decays(
 
 
 @triton.jit
+def keep_columns(
+    conv_ptr, qkv_ptr, key_head, count, qkv_stride, HK: tl.constexpr, DK: tl.constexpr, RING: tl.constexpr,
+    TAPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Put the window's rows of a key head's queries and keys behind the columns before them."""
+    rows = tl.arange(0, RING)[None, :]
+    for which in tl.static_range(2):
+        channels = (which * HK * DK + key_head * DK + tl.arange(0, DK))[:, None]
+        row = tl.load(qkv_ptr + rows * qkv_stride + channels, mask=rows < count, other=0.0)
+        target = conv_ptr + channels * COLUMNS + (TAPS - 1) + rows
+        tl.store(target, row.to(conv_ptr.dtype.element_ty), mask=rows < count)
+
+
+@triton.jit
+def store_values(pointers, values, ASM: tl.constexpr):
+    """Store float32 values from where they lie: `tl.store` would first spread them over threads, behind barriers.
+
+    Lanes that hold the same value store it each. ASM: False where the kernel is interpreted.
+    """
+    if ASM:
+        places = pointers.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [places, values], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(pointers, values)
+
+
+@triton.jit
 def run_rows(
     state, qkv_ptr, a_ptr, b_ptr, conv_ptr, ring_k_ptr, update_ptr, mixed_ptr, count, head, values, keeper, rate, bias,
     qk0, qk1, qk2, qk_tap0, qk_tap1, qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride,
     b_stride, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr, GATE_PARTS: tl.constexpr, KI: tl.constexpr, EPS: tl.constexpr,
+    COLUMNS: tl.constexpr, GATE_PARTS: tl.constexpr, KI: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The window of one slot from its folded state; pointers lead to the window's first row or the slot's own part.
 
@@ -163,12 +192,11 @@ def run_rows(
         beta = 1.0 / (1.0 + tl.exp(-b))
         update = beta * (value - decay * read_state(state, keys))
         state = update_state(state, decay, keys, update)
-        tl.store(update_ptr + row * (HV * DV) + head * DV + values, update)
-        tl.store(mixed_ptr + row * (HV * DV) + head * DV + values, read_state(state, queries))
+        store_values(update_ptr + row * (HV * DV) + head * DV + values, update, ASM)
+        store_values(mixed_ptr + row * (HV * DV) + head * DV + values, read_state(state, queries), ASM)
         tl.store(conv_ptr + v_channels * COLUMNS + (TAPS - 1) + row, v.to(conv_ptr.dtype.element_ty))
         if keeper:
             tl.store(ring_k_ptr + row * (HK * DK) + key_head * DK + tl.arange(0, DK), flat_keys)
-            tl.store(conv_ptr + qk_channels * COLUMNS + (TAPS - 1) + row, qk.to(conv_ptr.dtype.element_ty))
         qk0, qk1, qk2, qk = qk1, qk2, qk, next_qk
         v0, v1, v2, v = v1, v2, v, next_v
         a, b = next_a, next_b
@@ -180,7 +208,8 @@ def gdn_window_kernel(
     ring_k_ptr, ring_u_ptr, ring_decay_ptr, starts_ptr, counts_ptr, pending_ptr, slots_ptr, mixed_ptr, tickets_ptr,
     out_ptr, num_rows, qkv_stride, a_stride, b_stride, z_stride, eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
-    GATE_PARTS: tl.constexpr, KI: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    GATE_PARTS: tl.constexpr, KI: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (HV * DV / BLOCK_V, S + 1). Fold, store the state, run the rows from it, norm and gate them.
 
@@ -252,13 +281,16 @@ def gdn_window_kernel(
         state, qkv_ptr + start * qkv_stride, a_ptr + start * a_stride, b_ptr + start * b_stride, conv, ring_k, updates,
         mixed_ptr + start * (HV * DV), count, head, values, keeper, rate, bias, qk0, qk1, qk2, qk_tap0, qk_tap1,
         qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride, b_stride,
-        HK, HV, DK, DV, TAPS, COLUMNS, GATE_PARTS, KI, EPS,
+        HK, HV, DK, DV, TAPS, COLUMNS, GATE_PARTS, KI, EPS, ASM,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
     if arrived == PARTS - 1:
         tl.store(tickets + head, 0)
         finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV)
+    if keeper:
+        # Last, since nobody waits for it.
+        keep_columns(conv, qkv_ptr + start * qkv_stride, key_head, count, qkv_stride, HK, DK, RING, TAPS, COLUMNS)
 
 
 @triton.jit
@@ -320,7 +352,14 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
             "TAPS": weights.conv.shape[1],
             "KI": min(KEY_INNER, dk),
         },
-        **{"GATE_PARTS": inputs.a.shape[1], "BLOCK_V": block_v, "EPS": L2_EPS, "PDL": pdl, "launch_pdl": pdl},
+        **{
+            "GATE_PARTS": inputs.a.shape[1],
+            "BLOCK_V": block_v,
+            "EPS": L2_EPS,
+            "ASM": inputs.qkv.is_cuda,
+            "PDL": pdl,
+            "launch_pdl": pdl,
+        },
         num_warps=WARPS,
     )
     return out
