@@ -125,7 +125,7 @@ CASES = (
         "gdn_window",
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "BLOCK_V": 16, "EPS": 1e-6, "ASM": True},
+        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "BLOCK_V": 32, "EPS": 1e-6, "ASM": True},
         by_target=_DEPENDENT,
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),

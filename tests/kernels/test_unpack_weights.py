@@ -33,7 +33,7 @@ for rows, columns, gated in ((48, 272, False), (32, 528, True)):
         got = unpack_bfloat16(pack_fp8(weight, 32, gated))
         assert torch.equal(got, dequantise_fp8(weight).bfloat16()), ("fp8", rows, blocks)
 for gated in (False, True):
-    weight = random_weight(160, 272, seed=1)
+    weight = random_weight(160 if gated else 144, 272, seed=1)
     packed = pack_small_m(weight, 32, gated)
     whole = dequantise_nvfp4(weight).bfloat16()
     for first, last in ((0, 2), (2, 5)):
@@ -61,7 +61,9 @@ def test_wide_weights_are_cut_at_whole_waves() -> None:
         nothing = torch.empty(0)
         return tile_slices(PackedNvfp4(nothing, nothing, (rows, columns), 128), 132)
 
-    assert slices(34816, 5120) == [(0, 132), (132, 272)]
-    assert slices(16672, 5120) == [(0, 131)]
-    assert slices(34816 + 16, 5120) == [(0, 273)]
-    assert slices(248320, 5120)[-1][1] == 1940 and all(last - first <= 140 for first, last in slices(248320, 5120))
+    assert slices(34816, 5120) == [(0, 66), (66, 132), (132, 198), (198, 272)]
+    assert slices(16672, 5120) == [(0, 66), (66, 131)]
+    assert slices(5120, 6144) == [(0, 40)]
+    assert slices(248320, 5120)[-1][1] == 1940 and all(last - first <= 76 for first, last in slices(248320, 5120))
+    gated = PackedNvfp4(torch.empty(0), torch.empty(0), (34816 + 16, 5120), 128, True)
+    assert tile_slices(gated, 132) == [(0, 273)]

@@ -311,7 +311,8 @@ class TritonOps:
             if weight.gated:
                 gate, up = part.chunk(2, dim=1)
                 part = elementwise.gated(up, gate, silu=True)
-            out[:, first * weight.tile_rows // share : last * weight.tile_rows // share] = part
+            begin = first * weight.tile_rows // share
+            out[:, begin : begin + part.shape[1]] = part
         return out
 
     def _multiprocessors(self) -> int:

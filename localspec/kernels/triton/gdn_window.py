@@ -34,10 +34,10 @@ from localspec.kernels.triton.gdn import (
     update_state,
 )
 
-VALUE_BLOCK = 16
+VALUE_BLOCK = 32
 """Values of a head that one program holds: several programs a head fill a card better than one."""
 KEY_INNER = 32
-"""Of a key, what eight lanes share; with 16 values a program its registers leave room beside a weight stream."""
+"""Of a key, what eight lanes share; a program's 128 registers a thread leave room beside a weight stream."""
 WARPS = 4
 MAX_TAPS = 4
 PADDING_PROGRAMS = tl.constexpr(8)

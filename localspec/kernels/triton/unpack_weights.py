@@ -17,8 +17,8 @@ from localspec.kernels.fp8_pack import PackedFp8
 from localspec.kernels.nvfp4_pack import PackedNvfp4
 
 ROWS = 16  # of a unit that one program writes
-MOST_UNPACKED_BYTES = 176 << 20
-"""Of one weight at once: gate and up of a 27B in two slices, everything else of it whole."""
+MOST_UNPACKED_BYTES = 96 << 20
+"""Of one weight at once: gate and up of a 27B in four slices, its other wide inputs in two."""
 
 
 @triton.jit
@@ -125,15 +125,17 @@ def unpack_fp8_kernel(
 def tile_slices(packed: object, multiprocessors: int) -> list[tuple[int, int]]:
     """(first, last) tiles of slices that may be unpacked one after the other; one slice where that is not needed.
 
-    A multiple of the multiprocessors' number of tiles gives a matmul whole waves of blocks; the rest goes last.
+    Half as many tiles as multiprocessors, or a multiple, give a matmul of 2,048 rows whole waves of blocks; the rest
+    goes last.
     """
     if not isinstance(packed, PackedNvfp4 | PackedFp8):
         return []
     grouped = isinstance(packed, PackedFp8) and packed.group_scale is not None
     most = max(1, MOST_UNPACKED_BYTES // (2 * packed.tile_rows * packed.shape[1]))
-    if packed.tiles <= most or grouped or packed.shape[0] % packed.tile_rows:
+    if packed.tiles <= most or grouped or (packed.gated and packed.shape[0] % packed.tile_rows):
         return [(0, packed.tiles)]
-    step = most // multiprocessors * multiprocessors or most
+    half = max(1, multiprocessors // 2)
+    step = most // half * half or most
     slices, first = [], 0
     while packed.tiles - first > most:
         slices.append((first, first + step))
@@ -148,7 +150,7 @@ def tiles_of(packed: PackedNvfp4 | PackedFp8, first: int, last: int) -> PackedNv
         packed,
         data=packed.data.view(-1)[first * packed.pairs * unit_bytes : last * packed.pairs * unit_bytes],
         row_scale=packed.row_scale[first * packed.tile_rows : last * packed.tile_rows],
-        shape=((last - first) * packed.tile_rows, packed.shape[1]),
+        shape=(min(last * packed.tile_rows, packed.shape[0]) - first * packed.tile_rows, packed.shape[1]),
     )
 
 
