@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from localspec.api.engine import DrafterChoice
@@ -64,6 +65,8 @@ class LocalEngine:
         self._loading_id = ""
         self._loaded = threading.Event()
         self._closed = False
+        # One thread for long texts: each thread that computes makes the decode thread wait longer for its turn.
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
 
     def start(self, model_id: str) -> None:
         """Begin to load a model in the background."""
@@ -97,7 +100,7 @@ class LocalEngine:
         built = self._ready()
         if request.drafter is not None:
             self._check_drafter(built, request.drafter)
-        prepared = await asyncio.to_thread(built.text.prepare, request)
+        prepared = await self._prepared(built, request)
         grammar = await asyncio.to_thread(built.text.constrain, request, prepared)
         stream, phases = built.text.stream(prepared, request.stop)
         answer = _Answer(prepared, stream)
@@ -110,9 +113,12 @@ class LocalEngine:
         finally:
             built.parts.loop.cancel(ticket)
 
+    async def _prepared(self, built: Built, request: GenerateRequest) -> Prepared:
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, built.text.prepare, request)
+
     async def count_tokens(self, request: GenerateRequest) -> int:
         built = self._ready()
-        prepared = await asyncio.to_thread(built.text.prepare, replace(request, max_tokens=1))
+        prepared = await self._prepared(built, replace(request, max_tokens=1))
         return len(prepared.request.prompt_ids)
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
@@ -126,7 +132,7 @@ class LocalEngine:
 
     async def warm(self, request: GenerateRequest) -> int:
         built = self._ready()
-        prepared = await asyncio.to_thread(built.text.prepare, request)
+        prepared = await self._prepared(built, request)
         found: list[int] = []
         scheduler = built.parts.scheduler
         ids = prepared.request.prompt_ids[:-1]

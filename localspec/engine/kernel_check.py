@@ -24,7 +24,7 @@ from localspec.kernels.self_test import SelfTestReport
 from localspec.storage.files import AtomicFile
 
 log = logging.getLogger(__name__)
-BUDGET_S = 30.0
+BUDGET_S = 60.0
 """Groups that compiling leaves no time for are tested at the next start, when all is compiled."""
 FILE_NAME = "kernel-check.json"
 Report = Callable[[str], None]

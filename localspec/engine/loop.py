@@ -35,8 +35,9 @@ from localspec.scheduler.scheduler import Admission, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
 log = logging.getLogger(__name__)
-SWITCH_INTERVAL_S = 0.0005
-"""A pure-Python thread holds the interpreter for this long at most before the decode thread may go on."""
+SWITCH_INTERVAL_S = 0.00005
+"""A pure-Python thread holds the interpreter for this long at most before the decode thread may go on, which asks for
+it some thirty times a step: at 0.5 ms four clients posting 70 kB bodies made a step of 5 ms last 34 (H200)."""
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ class TextStage:
         text, ids = self._prompt(request)
         if not ids:
             raise EngineError("bad_request", "the prompt is empty; send at least one token", "prompt")
-        bad = next((i for i in ids if not 0 <= i < self.tokenizer.vocab_size), None)
-        if bad is not None:
-            size = self.tokenizer.vocab_size
+        size = self.tokenizer.vocab_size
+        if min(ids) < 0 or max(ids) >= size:
+            bad = next(i for i in ids if not 0 <= i < size)
             raise EngineError("bad_request", f"token id {bad} is outside the vocabulary of {size}", "prompt")
         room = self.context_limit_tokens - len(ids)
         if room < 1:
