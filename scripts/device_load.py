@@ -198,6 +198,8 @@ def _use(engine: Any, address: str, device: str, found: dict[str, Any]) -> None:
     if on_card:
         found["driver_gib_ready"] = driver_bytes(torch.device(device)) / GIB
     answers = 400 if on_card else 60
+    # The same answer first, so that what the measured ones need is captured.
+    _client(ANSWER_CLIENT, address, answers)
     found["alone"] = _client(ANSWER_CLIENT, address, answers)
     posting = [
         subprocess.Popen([sys.executable, "-c", POSTING_CLIENT, address], stdout=subprocess.PIPE) for _ in "1234"
@@ -249,6 +251,8 @@ def _client(program: str, *arguments: Any) -> Any:
 
 def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, limit_gib: float) -> dict[str, Any]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(state / "triton"), "HOME": str(state)}
+    if arguments.expandable:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
     command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
     try:
@@ -289,14 +293,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--make"]
     command += ["--tiny"] if arguments.tiny else []
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-    if made.returncode:
-        sys.exit(f"the packed weights could not be written: {made.stderr[-2000:]}")
+    if not (arguments.keep and path.exists()):
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+        if made.returncode:
+            sys.exit(f"the packed weights could not be written: {made.stderr[-2000:]}")
     document["write_s"] = time.perf_counter() - started
     num_bytes = path.stat().st_size if path.exists() else 0
     document["packed_gb"] = num_bytes / 1e9
     with tempfile.TemporaryDirectory() as state:
         for name, context, limit_gib in STARTS:
+            if name not in arguments.starts:
+                continue
             if path.exists():
                 forget(path)
                 document[f"disk_{name}"] = disk_rate(path)
@@ -313,6 +320,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "localspec-random-27b")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/h200_load.json"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--expandable", action="store_true", help="let PyTorch's allocator grow its segments")
+    parser.add_argument("--starts", nargs="+", default=[name for name, *_ in STARTS], help="which of the three")
+    parser.add_argument("--keep", action="store_true", help="leave the folder, and use one that is there")
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
@@ -328,7 +338,8 @@ def main() -> None:
         try:
             measure(arguments)
         finally:
-            shutil.rmtree(arguments.folder, ignore_errors=True)
+            if not arguments.keep:
+                shutil.rmtree(arguments.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
