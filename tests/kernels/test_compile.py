@@ -55,7 +55,7 @@ _JOIN = {
     "SLICE": 64,
     "BLOCK": 64,
     "RADIX": 16,
-    "STEPS": 8,
+    "STEPS": 16,
     "ROWS": 16,
     "GATED": True,
     "PDL": False,

@@ -13,12 +13,34 @@ CHAINS = gl.constexpr(4)
 
 
 @gluon.jit
-def _fold_part(acc, top, total, acc_ptr, top_ptr, sum_ptr, place, present, dims, D: gl.constexpr):
-    """Fold the parts at `place` [CHAINS] into acc [SLICE, CHAINS], top and total [CHAINS]; absent ones are empty."""
-    part_top = gl.load(top_ptr + place, mask=present, other=float("-inf"))
-    part_total = gl.load(sum_ptr + place, mask=present, other=0.0)
-    mask = present[None, :] & (dims >= 0)[:, None]
-    part = gl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=mask, other=0.0)
+def _load_parts(
+    acc_ptr, top_ptr, sum_ptr, base, first, stride, start, stop, pairs, dims,
+    COUNT: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """COUNT parts of each chain, all asked for before any is used: `first` [CHAINS] and every `stride` further ones.
+
+    Returns tuples of acc [SLICE, CHAINS], top and total [CHAINS]; parts outside [start, stop) are empty.
+    """
+    accs = ()
+    tops = ()
+    totals = ()
+    for step in gl.static_range(COUNT):
+        index = first + step * stride
+        present = (index >= start) & (index < stop)
+        place = base + index * pairs
+        mask = present[None, :] & (dims >= 0)[:, None]
+        part_top = gl.load(top_ptr + place, mask=present, other=float("-inf"))
+        part_total = gl.load(sum_ptr + place, mask=present, other=0.0)
+        part = gl.load(acc_ptr + place[None, :] * D + dims[:, None], mask=mask, other=0.0)
+        tops = tops + (part_top,)  # type: ignore[assignment]  # noqa: RUF005
+        totals = totals + (part_total,)  # type: ignore[assignment]  # noqa: RUF005
+        accs = accs + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return accs, tops, totals
+
+
+@gluon.jit
+def _fold_part(acc, top, total, part, part_top, part_total):
+    """acc, part: [SLICE, CHAINS]; the others [CHAINS]."""
     new_top, keep, share = fold_weights(top, part_top)
     return fold_tile(acc, keep, share, part), new_top, gl.fma(total, keep, part_total * share)
 
@@ -63,24 +85,22 @@ def attention_join_kernel(
             group_acc = gl.zeros([SLICE, CHAINS], gl.float32, layout=layout)
             group_top = gl.full([CHAINS], float("-inf"), gl.float32, layout=chain_layout)
             group_total = gl.zeros([CHAINS], gl.float32, layout=chain_layout)
+            accs, tops, totals = _load_parts(
+                acc_ptr, top_ptr, sum_ptr, base, (batch + chain) * RADIX, 1, begin // BLOCK, gl.cdiv(end, BLOCK), pairs,
+                dims, RADIX, D,
+            )  # fmt: skip
             for member in gl.static_range(RADIX):
-                index = (batch + chain) * RADIX + member
-                present = (index >= begin // BLOCK) & (index < gl.cdiv(end, BLOCK))
                 group_acc, group_top, group_total = _fold_part(
-                    group_acc, group_top, group_total, acc_ptr, top_ptr, sum_ptr, base + index * pairs, present, dims, D
+                    group_acc, group_top, group_total, accs[member], tops[member], totals[member]
                 )
-            new_top, keep, share = fold_weights(top, group_top)
-            acc = fold_tile(acc, keep, share, group_acc)
-            total = gl.fma(total, keep, group_total * share)
-            top = new_top
+            acc, top, total = _fold_part(acc, top, total, group_acc, group_top, group_total)
     else:
         for batch in range(first_group // CHAINS * CHAINS, stop_group, CHAINS * STEPS):
+            accs, tops, totals = _load_parts(
+                acc_ptr, top_ptr, sum_ptr, base, batch + chain, CHAINS, first_group, stop_group, pairs, dims, STEPS, D
+            )
             for step in gl.static_range(STEPS):
-                index = batch + step * CHAINS + chain
-                present = (index >= first_group) & (index < stop_group)
-                acc, top, total = _fold_part(
-                    acc, top, total, acc_ptr, top_ptr, sum_ptr, base + index * pairs, present, dims, D
-                )
+                acc, top, total = _fold_part(acc, top, total, accs[step], tops[step], totals[step])
     last_top = gl.max(top, axis=0)
     share = gl.exp2(top - gl.where(last_top == float("-inf"), 0.0, last_top))
     out = gl.sum(acc * share[None, :], axis=1)
