@@ -189,6 +189,7 @@ class LocalEngine:
 
     async def aclose(self) -> None:
         self._closed = True
+        self._text_thread.shutdown(wait=False)
         await self._unload()
 
     async def _unload(self) -> None:
