@@ -12,8 +12,6 @@ from collections import deque
 
 from localspec.core.records import PAGE_TOKENS
 
-NEW_SHARE = 0.5
-"""Weight of the newest measurement: a layer costs more the further back it attends, so old ones mislead."""
 SEEN_STEPS = 5
 FIRST_PART = 8
 """One layer in so many is run at first, before any was measured."""
@@ -26,15 +24,21 @@ class LayerPace:
         self.num_layers = num_layers
         self._target_ms = target_ms
         self._layer_ms: dict[int, float] = {}
+        self._parts: dict[int, deque[tuple[int, float]]] = {}
+        """Layers and milliseconds of the last parts of each size, of one whole pass together: layers differ, and they
+        cost more the further back they attend."""
         self._steps_ms: deque[float] = deque(maxlen=SEEN_STEPS)
 
     def see_layers(self, num_tokens: int, num_layers: int, ms: float) -> None:
         """Some layers of a chunk of so many tokens were run."""
         if num_layers < 1 or ms <= 0:
             return
-        size, layer_ms = _in_pages(num_tokens), ms / num_layers
-        old = self._layer_ms.get(size)
-        self._layer_ms[size] = layer_ms if old is None else (1 - NEW_SHARE) * old + NEW_SHARE * layer_ms
+        size = _in_pages(num_tokens)
+        parts = self._parts.setdefault(size, deque())
+        parts.append((num_layers, ms))
+        while sum(count for count, _ in parts) - parts[0][0] >= self.num_layers:
+            parts.popleft()
+        self._layer_ms[size] = sum(part_ms for _, part_ms in parts) / sum(count for count, _ in parts)
 
     def see_step(self, ms: float) -> None:
         """A step of the streams was run."""

@@ -38,7 +38,7 @@ def test_follows_a_machine_that_changes() -> None:
     pace = LayerPace(64, 50.0)
     assert settle(pace, 4.0) == 12
     assert settle(pace, 8.0) == 6, "further back in a long prompt"
-    assert settle(pace, 1.0) == 49, "the next, short prompt"
+    assert settle(pace, 1.0) == 50, "the next, short prompt"
 
 
 def test_other_sizes_follow_from_those_that_were_seen() -> None:
@@ -48,6 +48,13 @@ def test_other_sizes_follow_from_those_that_were_seen() -> None:
     pace.see_layers(250, 64, 64 * 1.0)
     assert pace.beside_streams(256) == 50 and pace.beside_streams(512) == 25
     assert pace.beside_streams(4096) == 3, "twice a chunk, not sixteen times a small one"
+
+
+def test_a_cheap_rest_of_a_chunk_does_not_mislead() -> None:
+    pace = LayerPace(64, 50.0)
+    pace.see_layers(2048, 64, 64 * 5.0)
+    pace.see_layers(2048, 1, 0.5)
+    assert pace.beside_streams(2048) == 10
 
 
 def test_nothing_is_learnt_from_nothing() -> None:
