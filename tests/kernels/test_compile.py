@@ -44,7 +44,8 @@ _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slot
 _PROJECTED = {"qkv_ptr": BF16, "a_ptr": BF16, "b_ptr": BF16, "conv_ptr": BF16, "z_ptr": BF16, "out_ptr": BF16}
 _HALVES = {"q_ptr": FP16, "k_ptr": FP16, "w_ptr": FP16, "scores_ptr": FP16}
 _PAGED = {"q_ptr": BF16, "tables_ptr": INT32, "slots_ptr": INT64, "begin_ptr": INT64, "end_ptr": INT64, "out_ptr": BF16}
-_KEYS = {"D": 256, "BLOCK": 32, "ROWS": 16, "PDL": False}
+# The plain attention kernel serves small heads and odd types.
+_KEYS = {"D": 32, "BLOCK": 32, "ROWS": 16, "PDL": False}
 _SPLIT = {**_KEYS, "GROUP": 6, "HEADS_KV": 4, "PAGE": 64, "COARSE": 256, "PAIRS": 16, "STAGES": 3, "ASM": True}
 _MERGE = {**_KEYS, "H": 24, "BLOCK_D": 32, "BLOCKS": 8, "MERGE": 16, "GATED": True}
 _STREAM = {"GROUP": 6, "HEADS_KV": 4, "D": 256, "RADIX_LOG2": 4, "ROWS": 16}
@@ -246,25 +247,41 @@ CASES = (
 )
 
 
-def compile_case(index: int, target: int) -> tuple[int, int]:
-    """Stack bytes a thread and shared bytes a block, in a process of its own."""
+def compiled(case: Case, target: int) -> Any:
+    """Triton's compiled kernel of a case for one target."""
     from importlib import import_module
 
     from localspec.kernels.compat import compile_for
-    from tests.helpers.resources import resources
 
-    case = CASES[index]
     kernel = getattr(import_module(f"localspec.kernels.triton.{case.module}"), case.kernel)
     constants = case.constants | case.by_target.get(target, {})
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             continue
-        default = FP32 if name.endswith("_ptr") else "fp32" if name.endswith(("eps", "scale_log2")) else "i32"
+        default = (
+            FP32 if name.endswith("_ptr") else "fp32" if name.endswith(("eps", "scale_log2", "out_scale")) else "i32"
+        )
         signature[name] = case.types.get(name, default)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": not case.exact}
-    found = resources(compile_for(kernel, target, signature, constants, options))
+    return compile_for(kernel, target, signature, constants, options)
+
+
+def compile_case(index: int, target: int) -> tuple[int, int]:
+    """Stack bytes a thread and shared bytes a block, in a process of its own."""
+    from tests.helpers.resources import resources
+
+    found = resources(compiled(CASES[index], target))
     return found.stack_bytes, found.shared_bytes
+
+
+@pytest.mark.parametrize(("target", "conversions"), [(80, 0), (90, 192)])
+def test_attention_decodes_its_cache_in_registers(target: int, conversions: int) -> None:
+    """Decoded, a block of keys would be 64 stores of 4 bytes a thread; queries, weights and maxima are all there is."""
+    ptx = compiled(stream_cases()[0], target).asm["ptx"]
+    assert ptx.count("st.shared") + ptx.count("stmatrix") <= 25
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == conversions
+    assert ptx.count("mma.sync") == 104
 
 
 def test_every_kernel_fits_every_card() -> None:
