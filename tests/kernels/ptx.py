@@ -51,6 +51,8 @@ def _apply(name: str, o: list[Tensor]) -> Tensor:
         return o[0] & o[1]
     if name == "shl.b32":
         return o[0] << o[1]
+    if name == "shr.b32":
+        return o[0] >> o[1]
     if name == "shf.l.wrap.b32":
         assert torch.equal(o[0], o[1])
         return (o[0] << o[2]) | (o[0] >> (32 - o[2]))
