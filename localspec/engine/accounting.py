@@ -81,6 +81,8 @@ class StepAccounting:
             shadow = self._shadows[sequence.id] = TextShadow(request.prediction_ids, request.prompt_ids, self.lag)
         for window in shadow.follow(result.token_ids, self.tuner.room(active)):
             self.tuner.see_shadow(sequence, active, window.run, window.is_sure, window.is_echo)
+        for is_sure, is_right in shadow.told:
+            self.tuner.see_text(sequence, active, is_sure, is_right)
         self.tuner.see_echo(sequence, shadow.repeats)
         if result.finish:
             self.forget(sequence)

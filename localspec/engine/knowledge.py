@@ -76,10 +76,13 @@ class Knowledge:
             changed = known.see(depth if name in COPYING else spoken, min(accepted, spoken)) or changed
         return changed
 
-    def see_shadow(self, phase: str, depth: int, run: int, sure: bool) -> bool:
+    def see_shadow(self, phase: str, depth: int, run: int, sure: bool, in_use: bool = False) -> bool:
         """What the text's own n-grams would have had right, of `depth` drafts, at a place where a window might have
-        begun; `sure`: in front of another drafter they would have spoken there. Tells whether the work has changed."""
+        begun; `sure`: in front of another drafter they would have spoken there. `in_use`: they are, and are
+        counted as it happens. Tells whether the work has changed."""
         first = self._see_first("ngram", phase, depth if sure else 0, run)
+        if in_use:
+            return False
         return self.acceptance_of("ngram", phase).see(depth, run) or first
 
     def tokens(self, method: str, depth: int, phase: str, num_active: int = 1) -> float:
@@ -159,15 +162,25 @@ class Knowledge:
         """See `StepCosts`; from the nearest bucket that has any. Of a chain that never ran, the sum of its parts;
         asking a copying method costs next to nothing until it was measured."""
         for near in sorted(self.learnt.costs, key=lambda b: abs(b - bucket)):
-            curve = self.learnt.costs[near].draft_curve(method)
+            table = self.learnt.costs[near]
+            curve = table.draft_curve(method)
+            if curve and "+" in method:
+                # Beyond what was measured as its parts go on: one may have reached its greatest depth.
+                deepest = max(depth for name, depth in table.draft if name == method)
+                summed = self._curve_of_parts(method.split("+"), bucket)
+                if summed:
+                    more = (curve[deepest] + ms - summed[deepest] for ms in summed[deepest + 1 :])
+                    return [*curve[: deepest + 1], *more]
             if curve:
                 return curve
         if method in COPYING:
             plain = self.verify_curve(bucket)
             return [CHEAP_DRAFT_SHARE * plain[1] * min(depth, 1) for depth in range(MAX_ROWS)] if plain else []
         parts = method.split("+")
-        if len(parts) == 1:
-            return []
+        return self._curve_of_parts(parts, bucket) if len(parts) > 1 else []
+
+    def _curve_of_parts(self, parts: Sequence[str], bucket: int) -> list[float]:
+        """The sum of what the parts of a chain take, each to its own greatest depth; empty if one is not known."""
         curves = [(self.draft_curve(part, bucket), self.depth_limits.get(part, 0)) for part in parts]
         if not all(curve for curve, _ in curves):
             return []

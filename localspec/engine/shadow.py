@@ -45,6 +45,8 @@ class TextShadow:
         self._drafts: list[int] | None = None
         self._run = 0
         self._is_sure = self._was_sure = False
+        self.told: list[tuple[bool, bool]] = []
+        """Of each token that was followed last: the one before ended a long match, and the match said this one next."""
 
     @property
     def repeats(self) -> bool:
@@ -54,6 +56,7 @@ class TextShadow:
     def follow(self, came: Sequence[int], room: int) -> list[ShadowWindow]:
         """New tokens of the text; windows that they have decided. room: drafts that a window may hold."""
         self._waiting.extend(came)
+        self.told = []
         found = []
         for _ in range(min(len(self._waiting), TOKENS_A_CALL)):
             token = self._waiting.popleft()
@@ -63,6 +66,8 @@ class TextShadow:
                 continue
             if self._drafts is None:
                 self._begin(room)
+            place, length = self._match()
+            self.told.append((length >= SURE_TOKENS, length > 0 and self._tokens[place] == token))
             window = self._see(token)
             self._append(token)
             if window is not None:

@@ -47,12 +47,12 @@ class StepCosts:
 
     def verify_curve(self) -> list[float]:
         """Milliseconds to verify 0, 1, ... MAX_ROWS rows: on the line between the nearest measured ones, never falling;
-        empty if nothing was measured. Beyond the widest it goes on as between the last two, from a single one it stays.
-        """
+        empty if nothing was measured. Beyond the widest it stays: a hope that a few steps at that width settle, where
+        the fear of it would never be."""
         known = _rising(_settled(self.verify))
         if not known:
             return []
-        return _line([(0, known[0][1]), *known], MAX_ROWS, flat_end=len(known) < 2)
+        return _line([(0, known[0][1]), *known], MAX_ROWS, flat_end=True)
 
     def draft_curve(self, method: str) -> list[float]:
         """Milliseconds to draft to depth 0, 1, ... MAX_ROWS - 1; empty if this method was never measured."""

@@ -16,56 +16,13 @@ from localspec.core.records import MAX_ROWS
 from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm, Mean
+from localspec.engine.text_replay import Policy, RecentText, in_question, replayed_rate
+from localspec.engine.tuner_work import Hearing, TunerSettings, Work
 from localspec.scheduler.sequence import Sequence
 
 __all__ = ["CONTEXT_BUCKET_TOKENS", "ECHO", "OFF", "Arm", "Hearing", "Tuner", "TunerSettings", "Work"]
 
 MAX_FLIGHTS = 64
-
-
-@dataclass(frozen=True)
-class TunerSettings:
-    """Counts are steps. A challenger must win by `margin`. A hearing lasts until the method spoke in `hearing_windows`,
-    at most `longest_hearing_steps`; hearings of a method may cost `hearing_share` of the time."""
-
-    margin: float = 0.015
-    decide_every_steps: int = 4
-    hearing_depth: int = 2
-    hearing_windows: int = 1
-    longest_hearing_steps: int = 6
-    usual_hearing_steps: int = 3
-    plain_steps: int = 2
-    hearing_share: float = 0.005
-    shortest_interval_steps: int = 16
-    longest_interval_steps: int = 64
-    hopeless_interval_steps: int = 1024
-    deepen_every_steps: int = 12
-    suspicion: float = 0.15
-    """From here on a hearing goes on: the method did better than it should have."""
-
-
-@dataclass
-class Hearing:
-    """A method that is listened to at some depth. `left` steps at most, `wanted` windows in which it speaks."""
-
-    arm: Arm
-    left: int
-    wanted: int
-
-
-@dataclass
-class Work:
-    """State for one phase and number of active sequences. `heard_at`: step at which a method last spoke."""
-
-    current: Arm = OFF
-    hearing: Hearing | None = None
-    step: int = 0
-    decided_at: int = -100
-    deepened_at: int = 0
-    alarmed: bool = False
-    heard_at: dict[str, int] = field(default_factory=dict)
-    round_ids: set[int] = field(default_factory=set)
-    num_active: int = 1
 
 
 @dataclass
@@ -74,7 +31,7 @@ class Tuner:
     `fixed_rows`, `shares_rows`: see `Knowledge`."""
 
     depth_limits: dict[str, int]
-    settings: TunerSettings = TunerSettings()
+    settings: TunerSettings = field(default_factory=TunerSettings)
     default_drafter: str = "auto"
     default_depth: int | None = None
     fixed_rows: bool = False
@@ -87,7 +44,10 @@ class Tuner:
     work: dict[tuple[str, int], Work] = field(default_factory=dict)
     """By phase and number of active sequences."""
     known: Knowledge = field(init=False)
+    recent: dict[tuple[str, int], RecentText] = field(default_factory=dict)
+    """By phase, echo not apart, and number of active sequences."""
     _echoing: set[int] = field(default_factory=set)
+    _phases_at_echo: dict[int, str] = field(default_factory=dict)
     _hearing: set[int] = field(default_factory=set)
     """Sequences whose last choice was made to hear a method."""
     _flights: dict[int, deque[str]] = field(default_factory=dict)
@@ -177,9 +137,13 @@ class Tuner:
             if name == phase:
                 work.heard_at["ngram"] = work.step
                 in_use = in_use or work.current[0] == "ngram"
-        # What is in use is counted as it happens.
-        if not in_use and self.known.see_shadow(phase, self.room(num_active), run, is_sure):
+        if self.known.see_shadow(phase, self.room(num_active), run, is_sure, in_use):
             self._alarm(phase)
+
+    def see_text(self, sequence: Sequence, num_active: int, sure: bool, right: bool) -> None:
+        """A token landed: behind the one before it the text's own n-grams had a long match, and said this one next."""
+        self.recent.setdefault((sequence.phase, num_active), RecentText()).see(sure, right)
+        self._phases_at_echo[num_active] = sequence.phase
 
     def room(self, num_active: int) -> int:
         """Drafts that each of so many sequences has room for."""
@@ -214,6 +178,7 @@ class Tuner:
         """Forget everything that was learnt."""
         self.known.learnt = Learnt()
         self.work = {}
+        self.recent = {}
         self.reason = "not started"
 
     def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
@@ -275,12 +240,35 @@ class Tuner:
         work.alarmed, work.decided_at = False, work.step
         costs = self.known.step_ms(phase, num_active, bucket)
         rates = {arm: self.known.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
-        self._keep_best(work, rates)
+        replayed = self._replayed(phase, num_active, costs, rates)
+        self._keep_best(work, replayed or rates, self.settings.replayed_margin if replayed else self.settings.margin)
         due = self._due(work, phase, num_active, bucket, costs)
         if due is not None:
             left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
             work.hearing = Hearing(due, left, self.settings.hearing_windows)
             self.reason = f"trying {due[0]} at depth {due[1]}"
+
+    def _replayed(
+        self, phase: str, num_active: int, costs: dict[Arm, float], rates: dict[Arm, float]
+    ) -> dict[Arm, float]:
+        """Rates of the choices that come into question, from the text that was just written; empty while too little of
+        it is known."""
+        usual = self._phases_at_echo.get(num_active, phase) if phase == ECHO else phase
+        text = self.recent.get((usual, num_active))
+        other = self.work_of(usual if phase == ECHO else ECHO, num_active).current
+        kind = (phase == ECHO) if num_active == 1 else None
+        if text is None or not text.is_enough(kind) or (other not in costs and num_active == 1):
+            return {}
+        found = {}
+        for arm in in_question(rates, self.work_of(phase, num_active).current):
+            one, two = (arm, other) if num_active == 1 else (arm, arm)
+            usual_arm, echo_arm = (two, one) if phase == ECHO else (one, two)
+            policy = Policy(
+                usual_arm, echo_arm, costs.__getitem__,
+                lambda method, depth: self.known.tokens(method, depth, usual, num_active), self.fixed_rows,
+            )  # fmt: skip
+            found[arm] = replayed_rate(text, policy)
+        return found
 
     def _listens_on(self, hearing: Hearing, phase: str) -> bool:
         hearing.left -= 1
@@ -291,12 +279,12 @@ class Tuner:
         suspicious = self.known.acceptance_of(method, phase).suspicion > self.settings.suspicion
         return suspicious and hearing.left > -self.settings.longest_hearing_steps
 
-    def _keep_best(self, work: Work, rates: dict[Arm, float]) -> None:
+    def _keep_best(self, work: Work, rates: dict[Arm, float], margin: float) -> None:
         if not rates:
             return
         best = max(rates, key=lambda arm: rates[arm])
         current = rates.get(work.current, 0.0)
-        if rates[best] > current * (1.0 + self.settings.margin):
+        if rates[best] > current * (1.0 + margin):
             work.current = best
         plain = rates.get(OFF)
         gain = rates.get(work.current, 0.0) / plain if plain else 1.0
@@ -354,7 +342,7 @@ class Tuner:
     def _hearing_depth(self, method: str, phase: str, costs: dict[Arm, float]) -> int:
         """The depth, of the small ones, that loses least."""
         own = {depth: ms for (name, depth), ms in costs.items() if name == method}
-        small = [depth for depth in own if depth <= self.settings.hearing_depth] or [min(own)]
+        small = list(own)
         return max(small, key=lambda depth: self.known.tokens(method, depth, phase) / own[depth])
 
     def _alarm(self, phase: str) -> None:
@@ -362,6 +350,9 @@ class Tuner:
         for (name, _), work in self.work.items():
             if name == phase:
                 work.alarmed = True
+                for (of, _), text in self.recent.items():
+                    if of == phase:
+                        text.forget_old()
                 for method in self.depth_limits:
                     if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
                         self.known.acceptance_of(method, phase).doubt()

@@ -166,7 +166,7 @@ def test_costs_are_told_from_neighbours() -> None:
     assert costs.verify_curve()[7] == 4.0
     costs.verify[5] = Mean(6.0, 2)
     curve = costs.verify_curve()
-    assert curve[3] == pytest.approx(5.0) and curve[9] == pytest.approx(8.0)
+    assert curve[3] == pytest.approx(5.0) and curve[9] == pytest.approx(6.0), "a width that never ran is hoped for"
     costs.verify[8] = Mean(5.0, 9)
     assert costs.verify_curve()[5] == costs.verify_curve()[8] == 5.5, "more rows never cost less"
     costs.draft["mtp", 4] = Mean(2.0, 2)

@@ -33,7 +33,9 @@ def test_each_drafter_is_told_once_at_its_best_depth() -> None:
     assert sorted(names) == ["mtp", "ngram", "ngram+mtp", "off"] and "mtp" in names[0] and "mtp" in choice.drafter
     assert choice.reason.startswith("measured ×") and choice.decisions == tuner.work["answer", 1].step
     for candidate in choice.candidates:
-        assert abs(candidate.step_ms - sum(step_ms([(candidate.drafter, candidate.depth)])[1:])) < 1.0
+        # Of a width that never ran the cost is hoped to be that of the widest that did.
+        bound = 1.0 if candidate.measured_steps else 2.0
+        assert abs(candidate.step_ms - sum(step_ms([(candidate.drafter, candidate.depth)])[1:])) < bound
         assert abs(candidate.tok_per_s - candidate.tokens_per_step / candidate.step_ms * 1e3) < 0.5
 
 

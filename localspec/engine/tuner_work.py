@@ -1,0 +1,54 @@
+"""What the tuner goes by: its settings, and where it stands in one kind of work. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localspec.engine.step_costs import OFF, Arm
+
+
+@dataclass(frozen=True)
+class TunerSettings:
+    """Counts are steps. A challenger must win by `margin`. A hearing lasts until the method spoke in `hearing_windows`,
+    at most `longest_hearing_steps`; hearings of a method may cost `hearing_share` of the time."""
+
+    margin: float = 0.015
+    replayed_margin: float = 0.005
+    """Of rates over the same text."""
+    decide_every_steps: int = 4
+    hearing_depth: int = 2
+    hearing_windows: int = 1
+    longest_hearing_steps: int = 6
+    usual_hearing_steps: int = 3
+    plain_steps: int = 2
+    hearing_share: float = 0.005
+    shortest_interval_steps: int = 16
+    longest_interval_steps: int = 64
+    hopeless_interval_steps: int = 1024
+    deepen_every_steps: int = 12
+    suspicion: float = 0.15
+    """From here on a hearing goes on: the method did better than it should have."""
+
+
+@dataclass
+class Hearing:
+    """A method that is listened to at some depth. `left` steps at most, `wanted` windows in which it speaks."""
+
+    arm: Arm
+    left: int
+    wanted: int
+
+
+@dataclass
+class Work:
+    """State for one phase and number of active sequences. `heard_at`: step at which a method last spoke."""
+
+    current: Arm = OFF
+    hearing: Hearing | None = None
+    step: int = 0
+    decided_at: int = -100
+    deepened_at: int = 0
+    alarmed: bool = False
+    heard_at: dict[str, int] = field(default_factory=dict)
+    round_ids: set[int] = field(default_factory=set)
+    num_active: int = 1
