@@ -224,13 +224,15 @@ async def test_lists_say_why_they_are_empty_and_rows_stay_on_one_line(tmp_path: 
         async def says(key: str, typed: str, text: str) -> None:
             await pilot.press(key)
             await until(lambda: isinstance(app.screen, PickScreen))
+            await until(lambda: app.screen.query_one(OptionList).option_count > 0)
             app.screen.query_one("Input").value = typed
             await until(lambda: [str(o.prompt) for o in app.screen.query_one(OptionList).options] == [text])
             await pilot.press("escape")
+            await until(lambda: app.screen is app.chat)
 
         await says("ctrl+f", "", BEFORE_SEARCH)
         await says("ctrl+f", "zebra", "Nothing found.")
-        await says("ctrl+r", "zebra", "No title has that.")
+        await says("ctrl+r", "zebra", "No title has these words.")
         await pilot.press("ctrl+r")
         await listed(app, 1)
         options = app.screen.query_one(OptionList)
