@@ -100,8 +100,6 @@ def paged_attention(
 ) -> Tensor:
     """A verify step of up to 16 rows; see `Ops.attention`. bounds: key_begin, key_end; gate: [R, H, D], sigmoid of it
     multiplies the output. Returns [R, H, D] in q's dtype, zero for padding rows.
-
-    slots, tables and bounds must not be written by the launch right before this one, which may still run.
     """
     check_attention(q, k_pages, v_pages, paging)
     if q.shape[0] > MAX_ROWS:

@@ -54,7 +54,8 @@ def attention_join_kernel(
 ):  # fmt: skip
     """Grid: (R, H, D / SLICE), CHAINS warps. Padding rows become zero. out_ptr: [R, H, D]; out_scale: a factor of all.
 
-    STEPS: parts that each chain asks for at once. slots and bounds must be older than the launch before this one.
+    STEPS: parts that each chain asks for at once. slots and bounds are read early: the stream, the launch before this,
+    waited for whoever wrote them.
     """
     layout: gl.constexpr = gl.BlockedLayout([SLICE // 32, 1], [32, 1], [1, CHAINS], [0, 1])
     chain_layout: gl.constexpr = gl.SliceLayout(0, layout)

@@ -271,7 +271,6 @@ def attention_stream_kernel(
     acc_ptr: [Hkv, max_parts, R, GROUP, D]; top_ptr, sum_ptr: [Hkv, max_parts, R, GROUP]; all float32. A part is BLOCK
     keys where the slot's last key is at most fine_keys, else 2^RADIX_LOG2 times as many. Rows of a slot are contiguous.
     scale_log2 is above zero. CONVERT: the asm converts by the card's own instruction (see cache_values.py).
-    slots, bounds and tables must have been written before the launch that precedes this one: they are read early.
     """
     W: gl.constexpr = D // 4 if FP8 else D  # elements of a key in the ring: words of four bytes, or 16-bit values
     VEC: gl.constexpr = 4 if FP8 else 8
@@ -281,6 +280,9 @@ def attention_stream_kernel(
     mma_s: gl.constexpr = _mma_layout(BLOCK, 4, NW)
     mma_o: gl.constexpr = _mma_layout(W, NW, NW)
     pair_o: gl.constexpr = gl.SliceLayout(0, mma_o)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     k_ring = gl.allocate_shared_memory(element, [DEPTH, BLOCK, W], _ring_layout(FP8, False))
     v_ring = gl.allocate_shared_memory(element, [DEPTH, BLOCK, W], _ring_layout(FP8, True))
     q_shared = gl.allocate_shared_memory(dtype, [4 if FP8 else 1, PAIRS, W], _operand_layout(W * 2))
@@ -293,9 +295,6 @@ def attention_stream_kernel(
     )
     shift = gl.where(fine, 0, RADIX_LOG2)
     block, stop = _own_blocks(first_key, last_key, shift, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     if block < stop:
         table = tables_ptr + slot * table_stride
         for ahead in gl.static_range(DEPTH):
