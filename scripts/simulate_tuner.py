@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     document: dict[str, Any] = {
         "acceptance": "synthetic",
-        "costs": "H200, 27B shapes, scripts/results/h200_engine.json",
+        "costs": "H200, 27B shapes, scripts/results/h200_engine.json and h200_drafting.json",
         "seeds": arguments.seeds,
         "part_tokens": arguments.part_tokens,
         "runs": [],
