@@ -83,6 +83,10 @@ class TritonOps:
         self._workspace: StreamWorkspace | None = None
         self._following: tuple[Tensor, Prepared] | None = None
         """The last result that was prepared for a norm."""
+        self._most_unpacked = 0
+        self._unpacked: Tensor | None = None
+        """Where prompts unpack weights, one after the other: made once, as large pieces of many sizes would leave holes
+        in the memory that PyTorch keeps."""
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
@@ -92,6 +96,8 @@ class TritonOps:
             packed = self.packed_form(parts, gated)
         if not isinstance(packed, DenseMatrix):
             self._grow_workspace(packed)
+            most = max(last - first for first, last in tile_slices(packed, self._multiprocessors()))
+            self._most_unpacked = max(self._most_unpacked, most * packed.tile_rows * packed.shape[1])
         return packed
 
     def packed_form(self, parts: Sequence[LogicalWeight], gated: bool) -> PackedForm:
@@ -284,7 +290,7 @@ class TritonOps:
         slices = tile_slices(weight, self._multiprocessors()) if bias is None and residual is None else []
         if len(slices) > 1 and isinstance(weight, PackedNvfp4 | PackedFp8):
             return self._by_slices(rows, weight, slices, dtype)
-        matrix = _as_bfloat16(weight)
+        matrix = weight.matrix if isinstance(weight, DenseMatrix) else self._unpack(weight)
         if residual is not None and bias is None and residual.dtype == dtype == torch.bfloat16:
             return torch.addmm(residual, rows, matrix.t())
         if weight.gated:
@@ -307,13 +313,21 @@ class TritonOps:
         share = 2 if weight.gated else 1
         out = torch.empty(rows.shape[0], weight.shape[0] // share, dtype=dtype, device=self.device)
         for first, last in slices:
-            part = functional.linear(rows, unpack_bfloat16(tiles_of(weight, first, last)))
+            part = functional.linear(rows, self._unpack(tiles_of(weight, first, last)))
             if weight.gated:
                 gate, up = part.chunk(2, dim=1)
                 part = elementwise.gated(up, gate, silu=True)
             begin = first * weight.tile_rows // share
             out[:, begin : begin + part.shape[1]] = part
         return out
+
+    def _unpack(self, weight: PackedNvfp4 | PackedFp8) -> Tensor:
+        """[N, K] bf16 in logical row order, valid until the next call."""
+        values = weight.shape[0] * weight.shape[1]
+        if self._unpacked is None or self._unpacked.numel() < values:
+            size = max(values, self._most_unpacked)
+            self._unpacked = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        return unpack_bfloat16(weight, self._unpacked[:values].view(weight.shape))
 
     def _multiprocessors(self) -> int:
         return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 8
@@ -351,10 +365,3 @@ def _stackable(parts: list[Fp8Weight]) -> bool:
     """Parts with scales a block stack only at multiples of 128 rows, and only among themselves."""
     blocked = [part.block_scale is not None for part in parts]
     return not any(blocked) or (all(blocked) and all(part.shape[0] % 128 == 0 for part in parts[:-1]))
-
-
-def _as_bfloat16(weight: PackedNvfp4 | PackedFp8 | DenseMatrix) -> Tensor:
-    """[N, K] bf16 in logical row order."""
-    if isinstance(weight, DenseMatrix):
-        return weight.matrix
-    return unpack_bfloat16(weight)
