@@ -18,8 +18,8 @@ from localspec.kernels.nvfp4_pack import PackedNvfp4
 
 ROWS = 16  # of a unit that one program writes
 MOST_UNPACKED_BYTES = 176 << 20
-"""Of one weight at once: gate and up of a 27B in two slices, everything else of it whole. Slices of 96 MiB cost a prompt
-of 8k 5% on an H200."""
+"""Of one weight at once: gate and up of a 27B in two slices, everything else of it whole. Slices of 96 MiB cost 5% of
+the rate at 8k on an H200."""
 
 
 @triton.jit
