@@ -87,6 +87,8 @@ def add(name: str, paths: tuple[Path, ...], model: str | None, min_count: int, a
 @click.option("--rounds", type=click.IntRange(1), help="Stop after as many looks. Default: at Ctrl-C.")
 def watch(name: str, paths: tuple[Path, ...], model: str | None, every_s: float, rounds: int | None) -> None:
     """Keep table NAME in step with the files at PATHS until Ctrl-C."""
+    from localspec.hub.records import HubError
+
     done = 0
     with _explained(name):
         sync = _existing(name, model, remove_missing=True)
@@ -94,11 +96,16 @@ def watch(name: str, paths: tuple[Path, ...], model: str | None, every_s: float,
             if done:
                 time.sleep(every_s)
             done += 1
-            if not sync.changed(paths):
-                continue
             try:
+                if not sync.changed(paths):
+                    continue
                 report = sync.run(paths, ProgressLines(name))
             except BlockingIOError:
+                continue
+            except HubError:
+                # A folder that was there and is away for now, a disk not mounted, takes nothing from the table.
+                if done == 1 or all(path.expanduser().exists() for path in paths):
+                    raise
                 continue
             if report.new_sources or report.removed_sources:
                 click.echo(f"{name}: {report.new_sources} new, {report.removed_sources} replaced or gone", err=True)

@@ -36,6 +36,11 @@ class CorpusFile:
     size_bytes: int
     mtime_ns: int
 
+    @property
+    def name(self) -> str:
+        """The path as text that can be stored: bytes of a name that are no UTF-8 are spelled out."""
+        return os.fsencode(self.path).decode("utf-8", errors="backslashreplace")
+
 
 @dataclass(frozen=True)
 class CorpusText:
@@ -56,7 +61,10 @@ def tokenizer_fingerprint(folder: Path) -> bytes:
 
 
 def find_files(paths: Sequence[Path], max_text_bytes: int = MAX_TEXT_BYTES) -> Iterator[CorpusFile]:
-    """Every file under the paths that may hold text, in an order that stays. Raises HubError for a path not there."""
+    """Every file under the paths that may hold text, in an order that stays.
+
+    Raises HubError for a path that is not there, and for a text file given by name that is too large.
+    """
     for path in paths:
         given = path.expanduser().absolute()
         if given.is_dir():
@@ -65,27 +73,42 @@ def find_files(paths: Sequence[Path], max_text_bytes: int = MAX_TEXT_BYTES) -> I
             found = _described(given, MAX_LINE_BYTES)
             if found is not None:
                 yield found
+            elif _is_large_text(given):
+                raise HubError(
+                    f"{path} holds more than {MAX_LINE_BYTES >> 20} MiB of text; split it or give it as JSON lines"
+                )
         else:
             raise HubError(f"{path} is no file or folder; give paths that exist")
 
 
 def _walk(folder: Path, above: IgnoreRules, max_text_bytes: int) -> Iterator[CorpusFile]:
-    rules = above.inside(folder)
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
+    """Depth first, by a stack of its own: trees may be deeper than calls can be."""
+    open_folders = [(iter(_entries(folder)), above.inside(folder))]
+    while open_folders:
+        entries, rules = open_folders[-1]
+        entry = next(entries, None)
+        if entry is None:
+            open_folders.pop()
+            continue
         path = Path(entry.path)
         is_folder = entry.is_dir(follow_symlinks=False)
         if entry.name in _SKIPPED_FOLDERS or entry.is_symlink() or rules.ignores(path, is_folder):
             continue
         if is_folder:
-            yield from _walk(path, rules, max_text_bytes)
+            open_folders.append((iter(_entries(path)), rules.inside(path)))
         elif entry.is_file(follow_symlinks=False):
             found = _described(path, max_text_bytes)
             if found is not None:
                 yield found
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Of a folder, by name; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
 
 
 def _described(path: Path, max_text_bytes: int) -> CorpusFile | None:
@@ -104,6 +127,14 @@ def _described(path: Path, max_text_bytes: int) -> CorpusFile | None:
     return CorpusFile(path, kind, status.st_size, status.st_mtime_ns)
 
 
+def _is_large_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(_PROBE_BYTES) and path.stat().st_size > MAX_LINE_BYTES
+    except OSError:
+        return False
+
+
 def read_texts(file: CorpusFile) -> Iterator[CorpusText]:
     """The texts of a file; nothing for one that went away, is no UTF-8 or is another program's database."""
     try:
@@ -113,7 +144,7 @@ def read_texts(file: CorpusFile) -> Iterator[CorpusText]:
             yield from _line_texts(file)
         else:
             text = file.path.read_bytes().decode("utf-8")
-            yield CorpusText(str(file.path), _stamp(file), text)
+            yield CorpusText(file.name, _stamp(file), text)
     except (OSError, UnicodeDecodeError, sqlite3.Error, ChatError):
         return
 
@@ -126,7 +157,7 @@ def _line_texts(file: CorpusFile) -> Iterator[CorpusText]:
     with file.path.open("rb") as lines:
         while line := lines.readline(MAX_LINE_BYTES):
             for text in _texts_of_line(line):
-                yield CorpusText(str(file.path), _stamp(file), text)
+                yield CorpusText(file.name, _stamp(file), text)
 
 
 def _texts_of_line(line: bytes) -> list[str]:

@@ -149,11 +149,9 @@ class TableSync:
         if self._options.remove_missing and self._missing(known, files, paths):
             return True
         return any(
-            file.kind == "chats"
-            or str(file.path) not in known.by_source
-            or known.outdated(str(file.path), _stamp(file))
+            file.kind == "chats" or file.name not in known.by_source or known.outdated(file.name, _stamp(file))
             for file in files
-            if (str(file.path), _stamp(file)) not in self._fruitless
+            if (file.name, _stamp(file)) not in self._fruitless
         )
 
     def run(self, paths: Sequence[Path], progress: Progress) -> SyncReport:
@@ -196,7 +194,7 @@ class TableSync:
             self._known.add(name)
 
     def _missing(self, known: _Known, files: Sequence[CorpusFile], paths: Sequence[Path]) -> list[str]:
-        here = {str(file.path) for file in files}
+        here = {file.name for file in files}
         roots = [path.expanduser().absolute() for path in paths]
         return [
             name
@@ -228,7 +226,7 @@ class TableSync:
                 gone = [source for source in self._known.by_source if source.startswith("chat:") and source not in seen]
                 self._delete(builder, [name for source in gone for name in self._known.by_source[source]])
             if file.kind == "text" and len(settled) == before_settled:
-                self._fruitless.add((str(file.path), _stamp(file)))
+                self._fruitless.add((file.name, _stamp(file)))
             self._done_bytes = before_bytes + file.size_bytes
 
     def _is_new(self, file: CorpusFile, name: str) -> bool:
@@ -249,7 +247,7 @@ class TableSync:
             self._known.digests.discard(SourceName.parse(name).digest)
 
     def _has(self, file: CorpusFile) -> bool:
-        source, stamp = str(file.path), _stamp(file)
+        source, stamp = file.name, _stamp(file)
         return any(SourceName.parse(name).stamp == stamp for name in self._known.by_source.get(source, ()))
 
     def _add(self, builder: RunBuilder, batch: list[tuple[str, str]], progress: Progress) -> None:

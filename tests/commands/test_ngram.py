@@ -92,6 +92,17 @@ def test_watch_follows_new_and_removed_files(home: Path, tree: Path, invoke: Inv
     assert str(tree / "new.md") in sources(home, "mine") and str(tree / "sub" / "b.py") not in sources(home, "mine")
 
 
+def test_watch_waits_for_a_folder_that_is_away(
+    home: Path, tree: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    invoke("build", "mine", tree)
+    before, away = sources(home, "mine"), tree.with_name("away")
+    monkeypatch.setattr("localspec.commands.ngram.time.sleep", lambda seconds: tree.exists() and tree.rename(away))
+    invoke("watch", "mine", tree, "--rounds", "3")
+    assert away.exists() and sources(home, "mine") == before
+    assert "give paths that exist" in invoke("watch", "mine", tree, "--rounds", "1", code=1).output
+
+
 def test_json_lines_and_chats(home: Path, tmp_path: Path, invoke: Invoke) -> None:
     lines = [{"text": "one two three"}, {"content": "four five"}, {"messages": [{"role": "user", "content": "six"}]}]
     path = tmp_path / "data.jsonl"

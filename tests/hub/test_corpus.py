@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from pathlib import Path
 
@@ -72,6 +73,36 @@ def test_binary_large_and_linked_files_are_passed_over(tmp_path: Path) -> None:
     assert [text.text for file in files for text in read_texts(file)] == ["good"]
     with pytest.raises(HubError, match="absent"):
         list(find_files([tmp_path / "absent"]))
+
+
+def test_a_large_text_given_by_name_is_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large.txt"
+    large.write_text("x" * ((4 << 20) + 1))
+    with pytest.raises(HubError, match=r"large\.txt holds more than 4 MiB"):
+        list(find_files([large]))
+
+
+def test_names_that_are_no_utf8_and_trees_deeper_than_calls(tmp_path: Path) -> None:
+    model, tree = tmp_path / "model", tmp_path / "tree"
+    model.mkdir()
+    tree.mkdir()
+    (model / "tokenizer.json").write_text(byte_tokenizer())
+    odd = tree / os.fsdecode(b"caf\xe9.txt")
+    odd.write_text("a text of its own")
+    here = os.open(tree, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    try:
+        sync = TableSync(tmp_path / "t", model)
+        assert sync.run([tree], lambda progress: None).new_sources == 1
+        assert sync.run([tree], lambda progress: None).new_sources == 0
+        assert not sync.changed([tree])
+    finally:
+        subprocess.run(["rm", "-rf", str(tree)], check=True)
 
 
 def test_a_build_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
