@@ -222,8 +222,8 @@ class StepResult:
 class SlotResult:
     """The host's copy of a step's result for one slot, as the scheduler and the text stage read it.
 
-    drafted_by: the origin of each verified draft, accepted or not; num_offered: drafts before some were cut as not worth
-    a row, None: none were; offered_by, confidence: origin of each of those, and what its drafter said of it.
+    drafted_by: the origin of each verified draft, accepted or not; num_offered: drafts before some were cut as not
+    worth a row, None: none were; offered_by, confidence: origin of each of those, and what its drafter said of it.
     """
 
     slot: int
