@@ -153,6 +153,11 @@ def write(chosen: argparse.Namespace, cells: list[Cell]) -> None:
         "cells": [dataclasses.asdict(cell) for cell in cells],
     }
     chosen.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_page(chosen)
+
+
+def write_page(chosen: argparse.Namespace) -> None:
+    """From everything that was measured and lies beside the JSON document."""
     documents = [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(chosen.json.parent.glob("matrix_*.json"))
     ]
@@ -210,7 +215,7 @@ def walked(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--home", type=Path, required=True, help="LOCALSPEC_HOME with the demo installed.")
+    parser.add_argument("--home", type=Path, help="LOCALSPEC_HOME with the demo installed; without it only the page.")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("--drafters", type=Path, default=ROOT / "localspec/data/drafters")
     parser.add_argument("--device", default="cpu")
@@ -224,7 +229,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     chosen.json = chosen.json or ROOT / f"scripts/results/matrix_{chosen.device}.json"
-    asyncio.run(measure(chosen))
+    if chosen.home is None:
+        write_page(chosen)
+    else:
+        asyncio.run(measure(chosen))
 
 
 if __name__ == "__main__":
