@@ -45,6 +45,34 @@ def _fold_part(acc, top, total, part, part_top, part_total):
     return fold_tile(acc, keep, share, part), new_top, gl.fma(total, keep, part_total * share)
 
 
+@gluon.jit
+def _fold_blocks(
+    acc_ptr, top_ptr, sum_ptr, base, first, start, stop, pairs, dims,
+    RADIX: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """A group of each chain from its RADIX blocks, from block `first` [CHAINS] on: acc [SLICE, CHAINS], top and total
+    [CHAINS].
+    """
+    chain_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    acc = gl.zeros([dims.shape[0], CHAINS], gl.float32, layout=layout)
+    top = gl.full([CHAINS], float("-inf"), gl.float32, layout=chain_layout)
+    total = gl.zeros([CHAINS], gl.float32, layout=chain_layout)
+    accs, tops, totals = _load_parts(acc_ptr, top_ptr, sum_ptr, base, first, 1, start, stop, pairs, dims, RADIX, D)
+    for member in gl.static_range(RADIX):
+        acc, top, total = _fold_part(acc, top, total, accs[member], tops[member], totals[member])
+    return acc, top, total
+
+
+@gluon.jit
+def _join_chains(acc, top, total, out_scale):
+    """acc: [SLICE, CHAINS]; top, total: [CHAINS] -> the output [SLICE], zero where no chain saw a key."""
+    last_top = gl.max(top, axis=0)
+    share = gl.exp2(top - gl.where(last_top == float("-inf"), 0.0, last_top))
+    out = gl.sum(acc * share[None, :], axis=1)
+    weight = gl.sum(total * share, axis=0)
+    return out * out_scale / gl.where(weight == 0.0, 1.0, weight)
+
+
 @gluon.jit(do_not_specialize=["num_rows", "max_parts", "fine_keys"])
 def attention_join_kernel(
     acc_ptr, top_ptr, sum_ptr, slots_ptr, begin_ptr, end_ptr, gate_ptr, out_ptr, num_rows, max_parts, fine_keys,
@@ -83,17 +111,10 @@ def attention_join_kernel(
     stop_group = gl.cdiv(end, BLOCK * RADIX)
     if fine:
         for batch in range(first_group // CHAINS * CHAINS, stop_group, CHAINS):
-            group_acc = gl.zeros([SLICE, CHAINS], gl.float32, layout=layout)
-            group_top = gl.full([CHAINS], float("-inf"), gl.float32, layout=chain_layout)
-            group_total = gl.zeros([CHAINS], gl.float32, layout=chain_layout)
-            accs, tops, totals = _load_parts(
-                acc_ptr, top_ptr, sum_ptr, base, (batch + chain) * RADIX, 1, begin // BLOCK, gl.cdiv(end, BLOCK), pairs,
-                dims, RADIX, D,
+            group_acc, group_top, group_total = _fold_blocks(
+                acc_ptr, top_ptr, sum_ptr, base, (batch + chain) * RADIX, begin // BLOCK, gl.cdiv(end, BLOCK), pairs,
+                dims, RADIX, D, layout,
             )  # fmt: skip
-            for member in gl.static_range(RADIX):
-                group_acc, group_top, group_total = _fold_part(
-                    group_acc, group_top, group_total, accs[member], tops[member], totals[member]
-                )
             acc, top, total = _fold_part(acc, top, total, group_acc, group_top, group_total)
     else:
         for batch in range(first_group // CHAINS * CHAINS, stop_group, CHAINS * STEPS):
@@ -102,11 +123,7 @@ def attention_join_kernel(
             )
             for step in gl.static_range(STEPS):
                 acc, top, total = _fold_part(acc, top, total, accs[step], tops[step], totals[step])
-    last_top = gl.max(top, axis=0)
-    share = gl.exp2(top - gl.where(last_top == float("-inf"), 0.0, last_top))
-    out = gl.sum(acc * share[None, :], axis=1)
-    weight = gl.sum(total * share, axis=0)
-    out = out * out_scale / gl.where(weight == 0.0, 1.0, weight)
+    out = _join_chains(acc, top, total, out_scale)
     if GATED:
         gate = gl.load(gate_ptr + row * gate_row_stride + head * gate_head_stride + dims).to(gl.float32)
         out = out / (1.0 + gl.exp(-gate))
