@@ -152,11 +152,15 @@ def _scores(
 
 
 @gluon.jit
-def _weights(scores, part_top, scale_log2, BLOCK: gl.constexpr, PAIRS: gl.constexpr, mma: gl.constexpr):
-    """exp2(scores * scale - top), [BLOCK, PAIRS]; zero where a pair sees no key."""
+def _weigh(p_shared, scores, top, scale_log2, mma: gl.constexpr, wide_mma: gl.constexpr):
+    """exp2(scores * scale - top) to shared memory, [BLOCK, PAIRS]; zero where a pair sees no key. -> fold_weights."""
+    part_top = gl.max(scores, axis=0) * scale_log2
     below = gl.where(part_top == float("-inf"), 0.0, 0.0 - part_top)
-    wide = gl.zeros([BLOCK, PAIRS], gl.float32, layout=mma)
-    return gl.exp2(gl.fma(scores, wide + scale_log2, below[None, :] + wide))
+    wide = gl.zeros(scores.shape, gl.float32, layout=mma)
+    p_shared.store(gl.exp2(gl.fma(scores, wide + scale_log2, below[None, :] + wide)).to(p_shared.dtype))
+    top, keep, share = fold_weights(top, part_top)
+    pair: gl.constexpr = gl.SliceLayout(0, wide_mma)
+    return top, gl.convert_layout(keep, pair), gl.convert_layout(share, pair)
 
 
 @gluon.jit
@@ -258,6 +262,79 @@ def _own_blocks(first_key, last_key, shift, BLOCK: gl.constexpr):
     return gl.maximum(first << shift, first_key // BLOCK), gl.minimum(stop << shift, stop_block)
 
 
+@gluon.jit
+def _copy_ahead(
+    k_ring, v_ring, at, k_pool, v_pool, page_k, page_v, current, stop, last_key, kv_head,
+    HEADS_KV: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr, VEC: gl.constexpr, DEPTH: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
+    """Start the copies [BLOCK, W] over the keys of this block and the values of the last: nobody reads them now."""
+    if current + (DEPTH - 1) < stop:
+        behind = gl.where(at == 0, DEPTH - 1, at - 1)
+        ahead_key = current * BLOCK + (DEPTH - 1) * BLOCK
+        _copy_block(v_ring, behind, v_pool, page_v, ahead_key, last_key, kv_head, HEADS_KV, W, BLOCK, VEC, NW)
+        if current + DEPTH < stop:
+            ahead_key = current * BLOCK + DEPTH * BLOCK
+            _copy_block(k_ring, at, k_pool, page_k, ahead_key, last_key, kv_head, HEADS_KV, W, BLOCK, VEC, NW)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _stream_blocks(
+    k_ring, v_ring, q_shared, p_shared, k_pool, v_pool, table, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
+    max_parts, num_rows, row, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop, scale_log2,
+    GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.constexpr,
+    FP8: gl.constexpr, DEPTH: gl.constexpr, NW: gl.constexpr, ASM_KEYS: gl.constexpr, ASM_VALUES: gl.constexpr,
+):  # fmt: skip
+    """All blocks [block, stop) of a tile, whose first copies are under way: scores [BLOCK, PAIRS], sums [W, PAIRS]."""
+    W: gl.constexpr = D // 4 if FP8 else D
+    mma_s: gl.constexpr = _mma_layout(BLOCK, 4, NW)
+    mma_o: gl.constexpr = _mma_layout(W, NW, NW)
+    last_block = stop - 1
+    page_v = gl.load(table + gl.minimum(block + (DEPTH - 1), last_block) * BLOCK // PAGE)
+    page_k = gl.load(table + gl.minimum(block + DEPTH, last_block) * BLOCK // PAGE)
+    async_copy.wait_group(DEPTH - 1)
+    block_barrier()
+    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, mma_s))
+    top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_s))
+    total = gl.zeros([min(W, 64), PAIRS], gl.float32, layout=mma_o)
+    acc0 = gl.zeros([W, PAIRS], gl.float32, layout=mma_o)
+    acc1 = acc0 if FP8 else 0
+    acc2 = acc1
+    acc3 = acc1
+    scores = _scores(k_ring.index(0), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
+    at = 0
+    for current in range(block, stop):
+        page_next = gl.load(table + gl.minimum(current + (DEPTH + 1), last_block) * BLOCK // PAGE)
+        key = current * BLOCK
+        if (key < inner_first) | (key + BLOCK > inner_stop):
+            scores = _hide_unseen(scores, begin_ptr, end_ptr, row, key, pair, pairs, GROUP, BLOCK, mma_s)
+        top, keep, share = _weigh(p_shared, scores, top, scale_log2, mma_s, mma_o)
+        async_copy.wait_group(DEPTH - 2)
+        block_barrier()
+        _copy_ahead(
+            k_ring, v_ring, at, k_pool, v_pool, page_k, page_v, current, stop, last_key, kv_head, HEADS_KV, W, BLOCK,
+            4 if FP8 else 8, DEPTH, NW,
+        )  # fmt: skip
+        acc0, acc1, acc2, acc3, total = _add_values(
+            acc0, acc1, acc2, acc3, total, keep, share, v_ring.index(at), p_shared, PAIRS, W, BLOCK, FP8,
+            ASM_VALUES, mma_o,
+        )  # fmt: skip
+        at = gl.where(at == DEPTH - 1, 0, at + 1)
+        # After the last block these are scores of old bytes, and dropped.
+        scores = _scores(k_ring.index(at), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
+        if ((current + 1) >> shift << shift == current + 1) | (current + 1 == stop):
+            place = (kv_head * max_parts + (current >> shift)).to(gl.int64) * (num_rows * GROUP) + row * GROUP
+            _store_part(
+                acc_ptr, top_ptr, sum_ptr, place, acc0, acc1, acc2, acc3,
+                gl.convert_layout(top, gl.SliceLayout(0, mma_o)), total, pairs, PAIRS, D, W, FP8, mma_o,
+            )  # fmt: skip
+            # The next part is folded into nothing: exact, whatever the sums hold.
+            top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_s))
+        page_v = page_k
+        page_k = page_next
+
+
 @gluon.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "row_tiles", "fine_keys"])
 def attention_stream_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
@@ -274,12 +351,8 @@ def attention_stream_kernel(
     """
     W: gl.constexpr = D // 4 if FP8 else D  # elements of a key in the ring: words of four bytes, or 16-bit values
     VEC: gl.constexpr = 4 if FP8 else 8
-    TOTAL: gl.constexpr = min(W, 64)
     element: gl.constexpr = gl.int32 if FP8 else k_ptr.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if FP8 else k_ptr.dtype.element_ty
-    mma_s: gl.constexpr = _mma_layout(BLOCK, 4, NW)
-    mma_o: gl.constexpr = _mma_layout(W, NW, NW)
-    pair_o: gl.constexpr = gl.SliceLayout(0, mma_o)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -309,56 +382,9 @@ def attention_stream_kernel(
         _store_queries(
             q_shared, q_ptr, row, pairs, kv_head, q_row_stride, q_head_stride, GROUP, D, PAIRS, FP8, CONVERT, NW, dtype
         )
-        last_block = stop - 1
-        page_v = gl.load(table + gl.minimum(block + (DEPTH - 1), last_block) * BLOCK // PAGE)
-        page_k = gl.load(table + gl.minimum(block + DEPTH, last_block) * BLOCK // PAGE)
-        async_copy.wait_group(DEPTH - 1)
-        block_barrier()
-        pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, mma_s))
-        top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_s))
-        total = gl.zeros([TOTAL, PAIRS], gl.float32, layout=mma_o)
-        acc0 = gl.zeros([W, PAIRS], gl.float32, layout=mma_o)
-        acc1 = acc0 if FP8 else 0
-        acc2 = acc1
-        acc3 = acc1
-        scores = _scores(k_ring.index(0), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
-        at = 0
-        for current in range(block, stop):
-            page_next = gl.load(table + gl.minimum(current + (DEPTH + 1), last_block) * BLOCK // PAGE)
-            key = current * BLOCK
-            if (key < inner_first) | (key + BLOCK > inner_stop):
-                scores = _hide_unseen(scores, begin_ptr, end_ptr, row, key, pair, pairs, GROUP, BLOCK, mma_s)
-            part_top = gl.max(scores, axis=0) * scale_log2
-            p_shared.store(_weights(scores, part_top, scale_log2, BLOCK, PAIRS, mma_s).to(dtype))
-            top, keep, share = fold_weights(top, part_top)
-            keep = gl.convert_layout(keep, pair_o)
-            share = gl.convert_layout(share, pair_o)
-            async_copy.wait_group(DEPTH - 2)
-            block_barrier()
-            # Nobody reads the keys of this block nor the values of the last one any more.
-            if current + (DEPTH - 1) < stop:
-                behind = gl.where(at == 0, DEPTH - 1, at - 1)
-                ahead_key = key + (DEPTH - 1) * BLOCK
-                _copy_block(v_ring, behind, v_pool, page_v, ahead_key, last_key, kv_head, HEADS_KV, W, BLOCK, VEC, NW)
-                if current + DEPTH < stop:
-                    ahead_key = key + DEPTH * BLOCK
-                    _copy_block(k_ring, at, k_pool, page_k, ahead_key, last_key, kv_head, HEADS_KV, W, BLOCK, VEC, NW)
-            async_copy.commit_group()
-            acc0, acc1, acc2, acc3, total = _add_values(
-                acc0, acc1, acc2, acc3, total, keep, share, v_ring.index(at), p_shared, PAIRS, W, BLOCK, FP8,
-                ASM_VALUES, mma_o,
-            )  # fmt: skip
-            at = gl.where(at == DEPTH - 1, 0, at + 1)
-            # After the last block these are scores of old bytes, and dropped.
-            scores = _scores(k_ring.index(at), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
-            if ((current + 1) >> shift << shift == current + 1) | (current + 1 == stop):
-                place = (kv_head * max_parts + (current >> shift)).to(gl.int64) * (num_rows * GROUP) + row * GROUP
-                _store_part(
-                    acc_ptr, top_ptr, sum_ptr, place, acc0, acc1, acc2, acc3, gl.convert_layout(top, pair_o), total,
-                    pairs, PAIRS, D, W, FP8, mma_o,
-                )  # fmt: skip
-                # The next part is folded into nothing: exact, whatever the sums hold.
-                top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_s))
-            page_v = page_k
-            page_k = page_next
+        _stream_blocks(
+            k_ring, v_ring, q_shared, p_shared, k_pool, v_pool, table, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
+            max_parts, num_rows, row, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop, scale_log2,
+            GROUP, HEADS_KV, D, BLOCK, PAIRS, FP8, DEPTH, NW, ASM_KEYS, ASM_VALUES,
+        )  # fmt: skip
         async_copy.wait_group(0)
