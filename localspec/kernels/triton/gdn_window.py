@@ -24,15 +24,7 @@ from torch import Tensor
 from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
 from localspec.kernels.triton.cards import dependent_launch
-from localspec.kernels.triton.gdn import (
-    L2_EPS,
-    check_gdn,
-    fold_rows,
-    norm_and_gate,
-    read_state,
-    softplus,
-    update_state,
-)
+from localspec.kernels.triton.gdn import L2_EPS, check_gdn, fold_rows, norm_and_gate, read_state, softplus, update_state
 
 VALUE_BLOCK = 32
 """Values of a head that one program holds: several programs a head fill a card better than one."""
@@ -159,19 +151,21 @@ def store_values(pointers, values, ASM: tl.constexpr):
 @triton.jit
 def run_rows(
     state, qkv_ptr, a_ptr, b_ptr, conv_ptr, ring_k_ptr, update_ptr, mixed_ptr, count, head, values, keeper, rate, bias,
-    qk0, qk1, qk2, qk_tap0, qk_tap1, qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride,
-    b_stride, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
+    qk_columns, qk_taps, v_columns, v_taps, qkv_stride, a_stride, b_stride,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
     COLUMNS: tl.constexpr, GATE_PARTS: tl.constexpr, KI: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The window of one slot from its folded state; pointers lead to the window's first row or the slot's own part.
 
-    qk0.., v0..: the three columns before the window, and the taps. update_ptr and mixed_ptr get a row of values each,
+    qk_columns, v_columns: the three columns before the window. update_ptr and mixed_ptr get a row of values each,
     the rings and the conv columns what the next step folds. The next row's inputs are loaded before this row's sums.
     """
     key_head = head // (HV // HK)
     dims, which = tl.arange(0, DK)[:, None], tl.arange(0, 2)[None, :]
     qk_channels = which * (HK * DK) + key_head * DK + dims
     v_channels = 2 * HK * DK + head * DV + values
+    qk0, qk1, qk2 = qk_columns
+    v0, v1, v2 = v_columns
     qk = tl.load(qkv_ptr + qk_channels).to(tl.float32)
     v = tl.load(qkv_ptr + v_channels).to(tl.float32)
     a = gate_logits(a_ptr, 0, a_stride, head, True, HV, GATE_PARTS)
@@ -182,12 +176,12 @@ def run_rows(
         next_v = tl.load(qkv_ptr + following * qkv_stride + v_channels).to(tl.float32)
         next_a = gate_logits(a_ptr, following, a_stride, head, True, HV, GATE_PARTS)
         next_b = gate_logits(b_ptr, following, b_stride, head, True, HV, GATE_PARTS)
-        mixed = convolve_row(qk0, qk1, qk2, qk, qk_tap0, qk_tap1, qk_tap2, qk_tap3)
+        mixed = convolve_row(qk0, qk1, qk2, qk, qk_taps[0], qk_taps[1], qk_taps[2], qk_taps[3])
         mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) + EPS)[None, :]
         flat_queries, flat_keys = tl.split(mixed)
         queries = tl.reshape(flat_queries * (1.0 / tl.sqrt(DK * 1.0)), [DK // KI, KI])
         keys = tl.reshape(flat_keys, [DK // KI, KI])
-        value = convolve_row(v0, v1, v2, v, v_tap0, v_tap1, v_tap2, v_tap3)
+        value = convolve_row(v0, v1, v2, v, v_taps[0], v_taps[1], v_taps[2], v_taps[3])
         decay = tl.exp(-rate * softplus(a + bias))
         beta = 1.0 / (1.0 + tl.exp(-b))
         update = beta * (value - decay * read_state(state, keys))
@@ -200,6 +194,65 @@ def run_rows(
         qk0, qk1, qk2, qk = qk1, qk2, qk, next_qk
         v0, v1, v2, v = v1, v2, v, next_v
         a, b = next_a, next_b
+
+
+@triton.jit
+def fold_slot(
+    tile, conv, conv_weight_ptr, ring_k, updates, ring_decay, a_log_ptr, dt_bias_ptr, norm_ptr, pending, head, key_head,
+    values, keys_in_head, qk_channels, v_channels, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """All that does not wait for the launch before: the state with its pending rows folded in and stored, the three
+    columns before the window, the taps, and the head's rate, bias and norm. tile: pointers to the state, [V, K/KI, KI].
+    """
+    state = tl.load(tile)
+    qk0, qk1, qk2 = load_columns(conv, qk_channels, pending, TAPS, COLUMNS)
+    v0, v1, v2 = load_columns(conv, v_channels, pending, TAPS, COLUMNS)
+    qk_tap0, qk_tap1, qk_tap2, qk_tap3 = load_taps(conv_weight_ptr, qk_channels, TAPS)
+    v_tap0, v_tap1, v_tap2, v_tap3 = load_taps(conv_weight_ptr, v_channels, TAPS)
+    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
+    if pending > 0:
+        state = fold_rows(
+            state, ring_k, updates, ring_decay + head, pending, key_head * DK + keys_in_head, head * DV + values,
+            HK * DK, HV * DV, HV,
+        )  # fmt: skip
+        tl.store(tile, state)
+    qk_taps = (qk_tap0, qk_tap1, qk_tap2, qk_tap3)
+    v_taps = (v_tap0, v_tap1, v_tap2, v_tap3)
+    return state, (qk0, qk1, qk2), (v0, v1, v2), qk_taps, v_taps, rate, bias, norm
+
+
+@triton.jit
+def run_window(
+    state, qkv_ptr, a_ptr, b_ptr, z_ptr, conv, ring_k, updates, ring_decay, a_log_ptr, dt_bias_ptr, tickets, mixed_ptr,
+    out_ptr, start, count, head, key_head, values, keeper, rate, bias, norm, qk_columns, qk_taps, v_columns, v_taps,
+    qkv_stride, a_stride, b_stride, z_stride, eps,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
+    GATE_PARTS: tl.constexpr, KI: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The part of one program after the wait: records, rows, and for the last program of a head its norm and gate."""
+    COLUMNS: tl.constexpr = TAPS - 1 + RING
+    if keeper:
+        keep_decays(
+            ring_decay, a_ptr, a_log_ptr, dt_bias_ptr, start, count, key_head * (HV // HK), a_stride, HV // HK, HV,
+            RING, GATE_PARTS,
+        )  # fmt: skip
+    run_rows(
+        state, qkv_ptr + start * qkv_stride, a_ptr + start * a_stride, b_ptr + start * b_stride, conv, ring_k, updates,
+        mixed_ptr + start * (HV * DV), count, head, values, keeper, rate, bias, qk_columns, qk_taps, v_columns, v_taps,
+        qkv_stride, a_stride, b_stride,
+        HK, HV, DK, DV, TAPS, COLUMNS, GATE_PARTS, KI, EPS, ASM,
+    )  # fmt: skip
+    tl.debug_barrier()
+    arrived = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
+    if arrived == PARTS - 1:
+        tl.store(tickets + head, 0)
+        finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV)
+    if keeper:
+        # Last, since nobody waits for it.
+        keep_columns(conv, qkv_ptr + start * qkv_stride, key_head, count, qkv_stride, HK, DK, RING, TAPS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -220,18 +273,13 @@ def gdn_window_kernel(
     PARTS: tl.constexpr = DV // BLOCK_V
     GROUP: tl.constexpr = HV // HK
     COLUMNS: tl.constexpr = TAPS - 1 + RING
-    head = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     padding_program = tl.program_id(1) == tl.num_programs(1) - 1
     slot = tl.where(padding_program, 0, tl.program_id(1)).to(tl.int64)
     values = part * BLOCK_V + tl.arange(0, BLOCK_V)
     if padding_program:
-        # These alone wait in a launch without rows; programs of idle slots give their places away at once.
         if tl.program_id(0) < PADDING_PROGRAMS:
-            if PDL:
-                gdc_wait()
-                gdc_launch_dependents()
-            clear_padding(out_ptr, slots_ptr, num_rows, HV * DV, RING)
+            clear_padding(out_ptr, slots_ptr, num_rows, HV * DV, RING, PDL)
         return
     count = tl.load(counts_ptr + slot).to(tl.int32)
     if count == 0:
@@ -246,56 +294,39 @@ def gdn_window_kernel(
     updates = ring_u_ptr + slot * (RING * HV * DV)
     keys_in_head = tl.arange(0, DK // KI)[:, None] * KI + tl.arange(0, KI)[None, :]
     tile = recurrent_ptr + (slot * HV + head) * (DV * DK) + values[:, None, None] * DK + keys_in_head[None, :, :]
-    state = tl.load(tile)
     qk_channels = tl.arange(0, 2)[None, :] * (HK * DK) + key_head * DK + tl.arange(0, DK)[:, None]
     v_channels = 2 * HK * DK + head * DV + values
-    qk0, qk1, qk2 = load_columns(conv, qk_channels, pending, TAPS, COLUMNS)
-    v0, v1, v2 = load_columns(conv, v_channels, pending, TAPS, COLUMNS)
-    qk_tap0, qk_tap1, qk_tap2, qk_tap3 = load_taps(conv_weight_ptr, qk_channels, TAPS)
-    v_tap0, v_tap1, v_tap2, v_tap3 = load_taps(conv_weight_ptr, v_channels, TAPS)
-    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
-    if pending > 0:
-        state = fold_rows(
-            state, ring_k, updates, ring_decay + head, pending, key_head * DK + keys_in_head, head * DV + values,
-            HK * DK, HV * DV, HV,
-        )  # fmt: skip
-        tl.store(tile, state)
+    state, qk_columns, v_columns, qk_taps, v_taps, rate, bias, norm = fold_slot(
+        tile, conv, conv_weight_ptr, ring_k, updates, ring_decay, a_log_ptr, dt_bias_ptr, norm_ptr, pending, head,
+        key_head, values, keys_in_head, qk_channels, v_channels, HK, HV, DK, DV, TAPS, COLUMNS,
+    )  # fmt: skip
     # Every thread has read what this or another program overwrites.
     tl.debug_barrier()
     tl.atomic_add(tickets + HV + key_head, 1, sem="release", scope="gpu")
-    store_columns(conv, v_channels, v0, v1, v2, TAPS, COLUMNS)
+    store_columns(conv, v_channels, v_columns[0], v_columns[1], v_columns[2], TAPS, COLUMNS)
     if keeper:
         wait_for_readers(tickets + HV + key_head, GROUP * PARTS)
-        store_columns(conv, qk_channels, qk0, qk1, qk2, TAPS, COLUMNS)
+        store_columns(conv, qk_channels, qk_columns[0], qk_columns[1], qk_columns[2], TAPS, COLUMNS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if keeper:
-        keep_decays(
-            ring_decay, a_ptr, a_log_ptr, dt_bias_ptr, start, count, key_head * GROUP, a_stride, GROUP, HV, RING,
-            GATE_PARTS,
-        )  # fmt: skip
-    run_rows(
-        state, qkv_ptr + start * qkv_stride, a_ptr + start * a_stride, b_ptr + start * b_stride, conv, ring_k, updates,
-        mixed_ptr + start * (HV * DV), count, head, values, keeper, rate, bias, qk0, qk1, qk2, qk_tap0, qk_tap1,
-        qk_tap2, qk_tap3, v0, v1, v2, v_tap0, v_tap1, v_tap2, v_tap3, qkv_stride, a_stride, b_stride,
-        HK, HV, DK, DV, TAPS, COLUMNS, GATE_PARTS, KI, EPS, ASM,
+    run_window(
+        state, qkv_ptr, a_ptr, b_ptr, z_ptr, conv, ring_k, updates, ring_decay, a_log_ptr, dt_bias_ptr, tickets,
+        mixed_ptr, out_ptr, start, count, head, key_head, values, keeper, rate, bias, norm, qk_columns, qk_taps,
+        v_columns, v_taps, qkv_stride, a_stride, b_stride, z_stride, eps,
+        HK, HV, DK, DV, RING, TAPS, GATE_PARTS, KI, PARTS, EPS, ASM,
     )  # fmt: skip
-    tl.debug_barrier()
-    arrived = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
-    if arrived == PARTS - 1:
-        tl.store(tickets + head, 0)
-        finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV)
-    if keeper:
-        # Last, since nobody waits for it.
-        keep_columns(conv, qkv_ptr + start * qkv_stride, key_head, count, qkv_stride, HK, DK, RING, TAPS, COLUMNS)
 
 
 @triton.jit
-def clear_padding(out_ptr, slots_ptr, num_rows, width, RING: tl.constexpr):
-    """Zero the rows of no slot; every program takes blocks of 64 columns in turn."""
+def clear_padding(out_ptr, slots_ptr, num_rows, width, RING: tl.constexpr, PDL: tl.constexpr):
+    """Zero the rows of no slot; every program takes blocks of 64 columns in turn.
+
+    These programs alone wait in a launch without rows; those of idle slots give their places away at once.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     rows = tl.arange(0, RING)
     padding = tl.load(slots_ptr + rows, mask=rows < num_rows, other=0) < 0
     for first in range(tl.program_id(0) * 64, width, tl.minimum(tl.num_programs(0), PADDING_PROGRAMS) * 64):

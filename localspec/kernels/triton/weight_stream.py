@@ -159,6 +159,45 @@ def _stream_tile(
     return acc0 + acc1, slot, later
 
 
+@gluon.jit
+def _run_units(
+    even, odd, scales, x_even, x_odd, w_ptr, rows_ptr, scale_ptr, group_scale_ptr, bias_ptr, out_ptr, residual_ptr,
+    following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, squares, early_factor,
+    unit, stop, later, M, K8, N, tiles, pairs, rows_stride8, out_stride, residual_stride, eps,
+    BN: gl.constexpr, MP: gl.constexpr, KC: gl.constexpr, NW: gl.constexpr, DEPTH: gl.constexpr, UNIT: gl.constexpr,
+    NVFP4: gl.constexpr, BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, mma: gl.constexpr,
+    ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
+):  # fmt: skip
+    """A block's units [unit, stop), tile by tile, from rings that are being filled; see the kernel for the pointers.
+
+    squares, early_factor: what a norm of the rows needs, the second made already where registers allow it.
+    """
+    units = tiles * pairs
+    slot = 0
+    while unit < stop:
+        tile = unit // pairs
+        tile_stop = gl.minimum(stop, tile * pairs + pairs)
+        # Asked for now, used when the tile is done.
+        scale = gl.load(scale_ptr + tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma)))
+        group_stride = tiles * (BN // 8)
+        total, slot, later = _stream_tile(
+            even, odd, scales, x_even, x_odd, w_ptr, rows_ptr,
+            group_scale_ptr + (unit - tile * pairs) * group_stride + tile * (BN // 8), group_stride,
+            unit, tile_stop, stop, slot, later, pairs, M, K8, rows_stride8,
+            BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, mma, ASM_EVEN, ASM_ODD, CONSTRAINTS,
+        )  # fmt: skip
+        row_factor = early_factor
+        if SQUARES > 0 and MP == 8:
+            row_factor = row_factors(squares, K8, eps, mma)
+        close_tile(
+            total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, row_factor, bias_ptr, out_ptr,
+            residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs,
+            out_stride, residual_stride, BN, MP, EPILOGUE, HAS_BIAS, SQUARES > 0, FOLLOWING, mma,
+        )  # fmt: skip
+        unit = tile_stop
+
+
 @gluon.jit(do_not_specialize=["M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride", "residual_stride"])
 def weight_stream_kernel(
     w_ptr, scale_ptr, group_scale_ptr, bias_ptr, x_ptr, out_ptr, residual_ptr, norm_ptr, squares_ptr, following_ptr,
@@ -210,25 +249,10 @@ def weight_stream_kernel(
         squares = load_squares(squares_ptr, (K8 * 8 + BN - 1) // BN, SQUARES, MP, NW)
         if MP == 16:
             early_factor = row_factors(squares, K8, eps, mma)
-    slot = 0
-    while unit < stop:
-        tile = unit // pairs
-        tile_stop = gl.minimum(stop, tile * pairs + pairs)
-        # Asked for now, used when the tile is done.
-        scale = gl.load(scale_ptr + tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma)))
-        group_stride = tiles * (BN // 8)
-        total, slot, later = _stream_tile(
-            even, odd, scales, x_even, x_odd, w_ptr, rows_ptr,
-            group_scale_ptr + (unit - tile * pairs) * group_stride + tile * (BN // 8), group_stride,
-            unit, tile_stop, stop, slot, later, pairs, M, K8, rows_stride8,
-            BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, mma, ASM_EVEN, ASM_ODD, CONSTRAINTS,
-        )  # fmt: skip
-        row_factor = early_factor
-        if SQUARES > 0 and MP == 8:
-            row_factor = row_factors(squares, K8, eps, mma)
-        close_tile(
-            total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, row_factor, bias_ptr, out_ptr,
-            residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs,
-            out_stride, residual_stride, BN, MP, EPILOGUE, HAS_BIAS, SQUARES > 0, FOLLOWING, mma,
-        )  # fmt: skip
-        unit = tile_stop
+    _run_units(
+        even, odd, scales, x_even, x_odd, w_ptr, rows_ptr, scale_ptr, group_scale_ptr, bias_ptr, out_ptr, residual_ptr,
+        following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, squares, early_factor,
+        unit, stop, later, M, K8, N, tiles, pairs, rows_stride8, out_stride, residual_stride, eps,
+        BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, EPILOGUE, HAS_BIAS, SQUARES, FOLLOWING, mma,
+        ASM_EVEN, ASM_ODD, CONSTRAINTS,
+    )  # fmt: skip
