@@ -20,6 +20,7 @@ from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
+from localspec.core.memory_budget import CHUNK_TOKENS
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
@@ -53,7 +54,6 @@ from localspec.sampling.synthetic import SyntheticAcceptance
 from localspec.scheduler.overflow import OverflowLimits
 from localspec.scheduler.scheduler import Limits, Scheduler
 
-GPU_CHUNK_TOKENS = 2048
 CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 )
@@ -336,7 +336,7 @@ def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: i
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
     limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=True)
     if ops.device.type != "cpu":
-        limits = replace(limits, chunk_tokens=GPU_CHUNK_TOKENS, steady_depth=True)
+        limits = replace(limits, chunk_tokens=CHUNK_TOKENS, steady_depth=True)
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from localspec.kernels.ops import PAGE_TOKENS, Paging
-from localspec.kernels.triton.attention_blocks import MAX_ROWS, attend_in_blocks
+from localspec.kernels.triton.attention_blocks import MAX_ROWS, attend_in_blocks, most_parts
 from localspec.kernels.triton.attention_join import attention_join_kernel
 from localspec.kernels.triton.attention_stream import attention_stream_kernel
 from localspec.kernels.triton.cache_values import E4M3_SCALE, cache_bytes, fragment_asm
@@ -128,8 +128,7 @@ def attend_in_streams(
     row_tiles = triton.cdiv(num_rows, shape.pairs // group)
     bound, block, coarse = paging.max_key_bound, shape.block_keys, shape.block_keys << RADIX_LOG2
     fine_keys = STREAM_FINE_FACTOR * FINE_KEYS // triton.cdiv(num_rows, 2)
-    max_parts = triton.cdiv(min(bound, fine_keys), block)
-    max_parts = max(max_parts, triton.cdiv(bound, coarse) if bound > fine_keys else 0)
+    max_parts = most_parts(bound, fine_keys, block, coarse)
     acc = torch.empty(num_kv_heads, max_parts, num_rows, group, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, num_kv_heads, max_parts, num_rows, group, dtype=torch.float32, device=q.device)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)

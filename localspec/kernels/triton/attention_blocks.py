@@ -204,6 +204,12 @@ def pipeline_steps(fp8: bool, device: torch.device) -> int:
     return 5 if fp8 or capability_major(device) in (9, 10) else 3
 
 
+def most_parts(bound: int, fine_keys: int, block: int, coarse: int) -> int:
+    """Parts of the longest slot of at most `bound` keys: of `block` keys up to fine_keys, of `coarse` keys beyond."""
+    fine = triton.cdiv(min(bound, fine_keys), block)
+    return int(max(fine, triton.cdiv(bound, coarse)) if bound > fine_keys else fine)
+
+
 def attend_in_blocks(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
@@ -224,8 +230,7 @@ def attend_in_blocks(
     pairs = max(PAIRS, triton.next_power_of_2(group))
     row_tiles = triton.cdiv(num_rows, pairs // group)
     fine_keys = fine_keys // row_tiles
-    max_parts = triton.cdiv(min(bound, fine_keys), BLOCK_KEYS)
-    max_parts = max(max_parts, triton.cdiv(bound, BLOCK_KEYS * GROUP_BLOCKS) if bound > fine_keys else 0)
+    max_parts = most_parts(bound, fine_keys, BLOCK_KEYS, BLOCK_KEYS * GROUP_BLOCKS)
     programs = min(max_parts, triton.cdiv(TARGET_PROGRAMS, num_kv_heads))
     acc = torch.empty(num_rows, num_heads, max_parts, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, num_rows, num_heads, max_parts, dtype=torch.float32, device=q.device)

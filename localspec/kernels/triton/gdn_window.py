@@ -157,9 +157,9 @@ def run_rows(
 ):  # fmt: skip
     """The window of one slot from its folded state; pointers lead to the window's first row or the slot's own part.
 
-    qk_columns, v_columns: the three columns before the window. update_ptr and mixed_ptr get a row of values each,
-    the rings and the conv columns what the next step folds. The next row's inputs are loaded before this row's sums.
-    """
+    qk_columns ([K, 2] each), v_columns ([V] each): the three columns before the window; qk_taps, v_taps: the four taps.
+    update_ptr and mixed_ptr get a row of values each, the rings and the conv columns what the next step folds. The next
+    row's inputs are loaded before this row's sums."""
     key_head = head // (HV // HK)
     dims, which = tl.arange(0, DK)[:, None], tl.arange(0, 2)[None, :]
     qk_channels = which * (HK * DK) + key_head * DK + dims
@@ -203,7 +203,8 @@ def fold_slot(
     DV: tl.constexpr, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """All that does not wait for the launch before: the state with its pending rows folded in and stored, the three
-    columns before the window, the taps, and the head's rate, bias and norm. tile: pointers to the state, [V, K/KI, KI].
+    columns before the window, the taps, and the head's rate, bias and norm. tile: pointers to the state, [V, K/KI, KI];
+    qk_channels [K, 2], v_channels [V]. Returns state, columns and taps in the channels' shapes, scalars, norm [DV].
     """
     state = tl.load(tile)
     qk0, qk1, qk2 = load_columns(conv, qk_channels, pending, TAPS, COLUMNS)
@@ -232,7 +233,10 @@ def run_window(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
     GATE_PARTS: tl.constexpr, KI: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The part of one program after the wait: records, rows, and for the last program of a head its norm and gate."""
+    """The part of one program after the wait: records, rows, and for the last program of a head its norm and gate.
+
+    state [V, K/KI, KI]; columns, taps, norm: as `fold_slot` gives them; conv, rings, tickets: the slot's own part.
+    """
     COLUMNS: tl.constexpr = TAPS - 1 + RING
     if keeper:
         keep_decays(

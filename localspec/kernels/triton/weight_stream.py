@@ -171,7 +171,7 @@ def _run_units(
 ):  # fmt: skip
     """A block's units [unit, stop), tile by tile, from rings that are being filled; see the kernel for the pointers.
 
-    squares, early_factor: what a norm of the rows needs, the second made already where registers allow it.
+    squares [SQUARES, MP], early_factor [MP]: what a norm of the rows needs, the second made where registers allow it.
     """
     units = tiles * pairs
     slot = 0
