@@ -116,10 +116,13 @@ class Decoder:
         """See `models.Model.advance`."""
         num_rows, end = under_way.num_rows, min(under_way.num_done + num_layers, self.num_layers)
         x = under_way.x
+        # What is left for the next norm lasts until another pass runs, and a prompt's may run between any two layers:
+        # there every norm is made where it is used, so that bits do not depend on where the pass was cut.
+        prepares = under_way.step.rows.kind == "verify"
         for index in range(under_way.num_done, end):
             layer = self.layers[index]
-            then = self.layers[index + 1].mixer.input_norm if index + 1 < self.num_layers else None
-            mixed = layer.mixer.forward(self.ops, x, under_way.step, layer.mlp.input_norm)
+            then = self.layers[index + 1].mixer.input_norm if prepares and index + 1 < self.num_layers else None
+            mixed = layer.mixer.forward(self.ops, x, under_way.step, layer.mlp.input_norm if prepares else None)
             x = layer.mlp.forward(self.ops, mixed, then)
             if index in under_way.needs.layer_outputs:
                 under_way.outputs[index] = x[:num_rows]
