@@ -25,7 +25,6 @@ class CachePool:
         """`cold_pages`: room for twice as many pages of one layer of the target, where pages from host memory land."""
         self.device = device
         self._specs = {spec.owner: spec for spec in specs}
-        self._buffers: list[torch.Tensor] = []
         self._caches = {
             owner: Cache(
                 planes=self._planes(spec, num_pages, 2 * cold_pages if owner == "target" else 0),
@@ -56,8 +55,7 @@ class CachePool:
 
     def _buffer(self, plane: PlaneSpec, num_pages: int) -> torch.Tensor:
         shape = (num_pages, PAGE_TOKENS, *plane.shape)
-        self._buffers.append(torch.zeros(shape, dtype=getattr(torch, plane.dtype), device=self.device))
-        return self._buffers[-1]
+        return torch.zeros(shape, dtype=getattr(torch, plane.dtype), device=self.device)
 
     def cache(self, owner: str) -> Cache:
         """The buffers of one owner. Raises KeyError for an owner that declared nothing."""
@@ -66,10 +64,6 @@ class CachePool:
     @property
     def has_states(self) -> bool:
         return any(cache.states for cache in self._caches.values())
-
-    @property
-    def plane_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
     @property
     def state_bytes(self) -> int:

@@ -340,19 +340,18 @@ class Tuner:
         return int(min(max(loss / settings.hearing_share, shortest), longest))
 
     def _hearing_depth(self, method: str, phase: str, costs: dict[Arm, float]) -> int:
-        """The depth, of the small ones, that loses least."""
+        """The depth that loses least."""
         own = {depth: ms for (name, depth), ms in costs.items() if name == method}
-        small = list(own)
-        return max(small, key=lambda depth: self.known.tokens(method, depth, phase) / own[depth])
+        return max(own, key=lambda depth: self.known.tokens(method, depth, phase) / own[depth])
 
     def _alarm(self, phase: str) -> None:
         """The work has changed: decide at once, and hear the others soon."""
+        for (of, _), text in self.recent.items():
+            if of == phase:
+                text.forget_old()
         for (name, _), work in self.work.items():
             if name == phase:
                 work.alarmed = True
-                for (of, _), text in self.recent.items():
-                    if of == phase:
-                        text.forget_old()
                 for method in self.depth_limits:
                     if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
                         self.known.acceptance_of(method, phase).doubt()

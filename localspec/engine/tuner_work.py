@@ -16,7 +16,6 @@ class TunerSettings:
     replayed_margin: float = 0.005
     """Of rates over the same text."""
     decide_every_steps: int = 4
-    hearing_depth: int = 2
     hearing_windows: int = 1
     longest_hearing_steps: int = 6
     usual_hearing_steps: int = 3

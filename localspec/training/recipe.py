@@ -24,7 +24,6 @@ from localspec.training.target import DENSE_TYPES, DenseTarget, Target
 from localspec.training.trainer import Report, Trainer, TrainPlan
 
 KINDS = ("eagle3", "dflash", "dspark", "mtp")
-HEAD_DIM = 64
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_short_chunk_cut_between_layers_keeps_its_bits(model: Model) -> None:
-    """Windows of another slot run between its layers, as beside a stream; the last chunk of a prompt may be as small."""
+    """Windows of another slot run between its layers, as beside a stream; a prompt's last chunk may be as small."""
     own, other = list(range(1, 12)), list(range(20, 60))
     whole = Driver(model).prefill(0, own)
     driver = Driver(model, needs=HiddenNeeds())
