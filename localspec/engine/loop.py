@@ -356,6 +356,9 @@ class DecodeLoop:
         }
         if used is not None:
             changes["context_used_tokens"] = used
+        if not any(sequence.stage is Stage.PREFILL for sequence in active):
+            # A prompt that was given up would stay half read for whoever asks.
+            changes |= {"prefill_done_tokens": 0, "prefill_total_tokens": 0}
         if busy and gained:
             changes["speedup_vs_plain"] = round(gained / busy, 3)
         self._metrics.update(**changes)

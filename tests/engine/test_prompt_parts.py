@@ -86,6 +86,7 @@ def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: M
 
         wait(tried)
         assert leaving.done.wait(20) and 0 < half[0] < machine.model.num_layers
+        wait(lambda: parts.metrics.snapshot().prefill_total_tokens == 0)
         [again] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
         assert again.cached_tokens % 256 == 0, "what was read whole is found, what was read in half is not"
         parts.loop.cancel(ticket)
