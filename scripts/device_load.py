@@ -38,6 +38,7 @@ STARTS = (("first", 32768, 17.5), ("second", 32768, 17.5), ("long", 131072, 20.5
 START_LIMIT_S = 150
 DRAFT_HEAD_ROWS = 32768
 RATE_BYTES = 6 << 30
+LONGEST_PROMPT = 60_000
 ANSWER_CLIENT = """
 import json, sys, urllib.request
 body = {"model": "random", "messages": [{"role": "user", "content": "abc " * 300}], "max_tokens": int(sys.argv[2])}
@@ -163,6 +164,7 @@ def start(folder: Path, state: Path, context: int, limit_gib: float, device: str
             found["failed"] = f"{type(error).__name__}: {error}"[:1500]
             if on_card:
                 found["pools_mib"] = _pools()
+                found["memory_failed"] = _memory(engine._built.parts, device) if engine._built else {}
         print(json.dumps(found), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -186,21 +188,14 @@ def _wait_until_ready(engine: Any, began: float, marks: list[tuple[float, str]])
 
 
 def _use(engine: Any, address: str, device: str, found: dict[str, Any]) -> None:
-    """Idle share alone and beside four clients that post long bodies, answers of four sequences, then memory."""
-    import torch
-
-    from localspec.api.types import Sampling
-    from localspec.core.records import Request
-    from localspec.engine.synthetic_bench import driver_bytes
-    from localspec.engine.synthetic_decode import decode_all, made_up_prompt
-
+    """Idle share alone and beside four clients that post long bodies, other answers, and memory between them."""
     on_card, parts = device == "cuda", engine._built.parts
-    if on_card:
-        found["driver_gib_ready"] = driver_bytes(torch.device(device)) / GIB
+    found["memory_ready"] = _memory(parts, device)
     answers = 400 if on_card else 60
     # The same answer first, so that what the measured ones need is captured.
     _client(ANSWER_CLIENT, address, answers)
     found["alone"] = _client(ANSWER_CLIENT, address, answers)
+    found["memory_alone"] = _memory(parts, device)
     posting = [
         subprocess.Popen([sys.executable, "-c", POSTING_CLIENT, address], stdout=subprocess.PIPE) for _ in "1234"
     ]
@@ -212,24 +207,58 @@ def _use(engine: Any, address: str, device: str, found: dict[str, Any]) -> None:
             each.terminate()
     found["posts"] = [json.loads(each.communicate()[0].splitlines()[-1]) for each in posting]
     known = engine._built.info.drafters
-    for drafter, depth in (("off", None), ("mtp", 7), ("ngram", 15)):
-        prompts = [made_up_prompt(parts, 3000 if on_card else 40, seed) for seed in range(4)]
+    _answer_many(parts, known, found, on_card)
+    found["memory"] = _memory(parts, device)
+    found["parts_gib"] = {name: size / GIB for name, size in parts.metrics.snapshot().memory_bytes.items()}
+    if on_card:
+        found["pools_mib"] = _pools()
+
+
+def _answer_many(parts: Any, known: tuple[str, ...], found: dict[str, Any], on_card: bool) -> None:
+    """Four sequences without and with drafts, a prompt that fills most of the context, then four sequences again."""
+    from localspec.api.types import Sampling
+    from localspec.core.records import Request
+    from localspec.engine.synthetic_decode import decode_all, made_up_prompt
+
+    longest = min(parts.scheduler.limits.context_tokens - 200, LONGEST_PROMPT)
+    rounds = [("off", None, 4, 3000), ("mtp", 7, 4, 2900), ("mtp", 3, 1, longest), ("ngram", 15, 4, 3100)]
+    for number, (drafter, depth, count, tokens) in enumerate(rounds):
+        prompts = [made_up_prompt(parts, tokens + 37 * seed if on_card else 40, seed) for seed in range(count)]
         requests = [
-            Request("", tuple(i % 200 for i in prompt), Sampling(temperature=0.8, top_k=20, top_p=0.95), seed, 24, (),
-                    drafter=drafter if drafter in known else "off", depth=depth if drafter in known else None)
+            Request("", tuple((i + number) % 200 for i in prompt), Sampling(temperature=0.8, top_k=20, top_p=0.95),
+                    seed, 24, (), drafter=drafter if drafter in known else "off",
+                    depth=depth if drafter in known else None)
             for seed, prompt in enumerate(prompts)
         ]  # fmt: skip
+        started = time.perf_counter()
         decode_all(parts, requests)
-    if on_card:
-        found |= {
-            "driver_gib": driver_bytes(torch.device(device)) / GIB,
-            "reserved_gib": torch.cuda.memory_reserved() / GIB,
-            "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-            "pools_mib": _pools(),
-        }
-    found["parts_gib"] = {name: size / GIB for name, size in parts.metrics.snapshot().memory_bytes.items()}
-    found["table_gib"] = parts.runner.model.vocabulary.table.nbytes / GIB
-    found["host_gib"] = {key: _status_gib(key) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
+        found.setdefault("rounds_s", []).append(round(time.perf_counter() - started, 2))
+
+
+def _memory(parts: Any, device: str) -> dict[str, float]:
+    """GiB of the card by the driver and by PyTorch, captured steps, and GiB of the host: resident, shared among
+    processes, page-locked, and the embedding, which is page-locked beside the ring."""
+    import torch
+
+    from localspec.engine.synthetic_bench import driver_bytes
+
+    found = {key: _status_gib(key) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmPin", "VmLck")}
+    shares = Path("/proc/self/smaps_rollup")
+    rolled = re.search(r"^Pss:\s+(\d+) kB", shares.read_text() if shares.exists() else "", re.MULTILINE)
+    found["Pss"] = int(rolled.group(1)) * 1024 / GIB if rolled else float("nan")
+    table = parts.runner.model.vocabulary.table
+    found["table"] = 0.0 if table.is_cuda else table.nbytes / GIB
+    if device != "cuda":
+        return found
+    step = parts.loop.stages.device
+    found["driver"] = driver_bytes(torch.device(device)) / GIB
+    found["reserved"] = torch.cuda.memory_reserved() / GIB
+    found["allocated"] = torch.cuda.memory_allocated() / GIB
+    found["peak_reserved"] = torch.cuda.max_memory_reserved() / GIB
+    found["peak_allocated"] = torch.cuda.max_memory_allocated() / GIB
+    found["torch_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / GIB
+    held = (step._proposals, step._verifications, step._forwards, step._acceptances)
+    return found | {"graphs": float(sum(len(each) for each in held))}
 
 
 def _pools() -> dict[str, tuple[int, int]]:
@@ -251,8 +280,6 @@ def _client(program: str, *arguments: Any) -> Any:
 
 def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, limit_gib: float) -> dict[str, Any]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(state / "triton"), "HOME": str(state)}
-    if arguments.expandable:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
     command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
     try:
@@ -300,7 +327,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     document["write_s"] = time.perf_counter() - started
     num_bytes = path.stat().st_size if path.exists() else 0
     document["packed_gb"] = num_bytes / 1e9
-    with tempfile.TemporaryDirectory() as state:
+    with tempfile.TemporaryDirectory() as temporary:
+        state = arguments.state or temporary
         for name, context, limit_gib in STARTS:
             if name not in arguments.starts:
                 continue
@@ -320,7 +348,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "localspec-random-27b")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/h200_load.json"))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--expandable", action="store_true", help="let PyTorch's allocator grow its segments")
+    parser.add_argument("--state", type=Path, help="where kernels and checks are kept; left there")
     parser.add_argument("--starts", nargs="+", default=[name for name, *_ in STARTS], help="which of the three")
     parser.add_argument("--keep", action="store_true", help="leave the folder, and use one that is there")
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)

@@ -29,7 +29,7 @@ from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_dra
 from localspec.engine.drafting import DrafterSet, union_of_needs
 from localspec.engine.kernel_check import check_kernels
 from localspec.engine.loop import DecodeLoop, Stages
-from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit
+from localspec.engine.memory_budget import MemoryLayout, check_before_loading, context_limit, prepare_allocator
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
@@ -152,7 +152,8 @@ def load_model(
     """
     config = with_token_count(read_config(folder), folder)
     try:
-        ops, _ = choose(resolve_device(device))
+        prepare_allocator(resolved := resolve_device(device))
+        ops, _ = choose(resolved)
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     options = options or EngineOptions(device)

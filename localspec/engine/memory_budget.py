@@ -55,6 +55,17 @@ class MemoryLayout:
     budget: Budget | None = None
 
 
+def prepare_allocator(device: str) -> None:
+    """Before anything lies on a card: PyTorch is to keep its memory in segments that grow and shrink page by page.
+
+    Otherwise each tensor of some MiB has a segment of its own, and what is left over in them cannot be used: 260 to 390
+    MiB of a 27B on an H200. Not there on Windows, where PyTorch ignores it.
+    """
+    if device.startswith("cuda"):
+        new_name = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (new_name or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
 def check_before_loading(folder: Path, ops: Ops, context_tokens: int | None, limit_bytes: int | None) -> Budget | None:
     """Whether a model's files fit the card, from their headers. Raises EngineError (`machine_cannot`) with the sums.
 
@@ -123,7 +134,7 @@ def _keep_within(device: torch.device, limit_bytes: int | None) -> None:
 
 
 def _demand(model: Model, ops: Ops, specs: Sequence[CacheSpec]) -> Demand:
-    """From what was loaded: everything that is allocated now counts as weights."""
+    """From what was loaded: all that PyTorch holds now counts as weights, holes between them included."""
     states = [state for spec in specs for state in spec.states]
     table_bytes = 0
     workspace = 0
@@ -133,7 +144,7 @@ def _demand(model: Model, ops: Ops, specs: Sequence[CacheSpec]) -> Demand:
         inner = max(layer.mlp.down.shape[1] for layer in model.layers)
         workspace = workspace_bytes(model.hidden_size, inner, 2 * inner * model.hidden_size, model.vocab_size)
     return Demand(
-        weights=torch.cuda.memory_allocated(ops.device) if ops.device.type == "cuda" else model.read_bytes_per_token,
+        weights=torch.cuda.memory_reserved(ops.device) if ops.device.type == "cuda" else model.read_bytes_per_token,
         kv_per_token=sum(spec.bytes_per_token for spec in specs),
         context_limit_tokens=model.max_context_tokens,
         state=sum(state.total_bytes for state in states),
