@@ -169,11 +169,11 @@ def forget(folder: Path) -> None:
 
 def read_all(table: NgramTable) -> None:
     """Have every page of a table in its memory."""
-    for slot in table._slots:
+    for slot in table._view.slots:
         for first in range(1, slot.run.header.page_count + 1, MAX_PENDING_READS):
             pages = range(first, min(first + MAX_PENDING_READS, slot.run.header.page_count + 1))
             table._cache.request([(PageKey(slot.number, page), slot.run) for page in pages])
-            while table.statistics().pending_reads:
+            while table.pending_reads:
                 time.sleep(0.0005)
 
 
@@ -276,7 +276,7 @@ class Bench:
                 "read_mb": round((read.read_bytes - read_before.read_bytes) / 1e6, 2),
                 "read_p50_us": read.device_p50_us,
                 "read_p99_us": read.device_p99_us,
-                "past_page_cache": table._slots[0].run.file.direct,
+                "past_page_cache": table._view.slots[0].run.file.direct,
                 "table_memory_bytes": after.index_bytes + after.cache_bytes,
             }
             if plain:

@@ -242,7 +242,7 @@ def _rows(kind: Any, state: SequenceState, tokens: list[int], start: int) -> Row
 
 def _settle(table: Any) -> None:
     """A verification takes longer than the reads."""
-    while isinstance(table, NgramTable) and table.statistics().pending_reads:
+    while isinstance(table, NgramTable) and table.pending_reads:
         time.sleep(0.0001)
 
 

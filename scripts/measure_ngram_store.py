@@ -166,9 +166,9 @@ def measure_decode(
         # The first pass, unpaced but for the disk, brings every page that the second one wants.
         for end in range(64, len(text) - 64, 8):
             table.prefetch_step(text[end - 32 : end], text[end : end + 8])
-            while table.statistics().pending_reads > 100:
+            while table.pending_reads > 100:
                 time.sleep(0.001)
-        while table.statistics().pending_reads:
+        while table.pending_reads:
             time.sleep(0.001)
         loops["in memory"] = decode(table, reader, text, steps, step_s)
         loops["no table"] = decode(None, reader, text, steps, step_s / 50)

@@ -351,7 +351,7 @@ class NgramFeed:
         ahead = guesses[0].tokens if guesses else ()
         advisor.prefetch(tail, ahead)
         deadline_s = time.monotonic() + READ_WAIT_S
-        while any(handle.table.statistics().pending_reads for handle in advisor.handles):
+        while any(handle.table.pending_reads for handle in advisor.handles):
             if time.monotonic() >= deadline_s or not self._inbox.empty():
                 break
             time.sleep(0.0002)

@@ -179,7 +179,7 @@ def tiny(setup: DrafterSetup) -> Drafter:
             Path(folder), fingerprint, reader, ram_cap_bytes=_TINY_CAP_BYTES, max_pending=_TINY_TOKENS
         )
         table.prefetch(text[at : at + _TINY_ORDER - 1] for at in range(len(text)))
-        while table.statistics().pending_reads:
+        while table.pending_reads:
             time.sleep(0.001)
     policy = NgramPolicy(draft_tokens=((_TINY_ORDER, CONTINUATION_TOKENS),), min_share=0.0, min_first_right=0.0)
     handles = (NgramTableHandle("tiny", table),)

@@ -153,6 +153,7 @@ class AsyncReader:
         self._read_function = read_function
         self._lookups: deque[Ticket] = deque()
         self._bulk: deque[Ticket] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         # One token wakes one worker. SimpleQueue waits and wakes in C, without a lock held by Python code.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._completed = threading.Condition(threading.Lock())
@@ -202,6 +203,17 @@ class AsyncReader:
             self._bell.put(None)
         return tickets
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Have a worker run something short before its next read, such as finding out what to read.
+
+        Raises ReaderClosed; what no worker has begun by then is never run.
+        """
+        if self._closing:
+            raise ReaderClosed("Nothing can be run: the reader was closed.")
+        self._calls.append(function)
+        if self._bell.qsize() < len(self._workers):
+            self._bell.put(None)
+
     def _check(self, request: ReadRequest, priority: Priority) -> None:
         file, offset, length, _, into = request
         if self._closing or file.closed:
@@ -246,6 +258,9 @@ class AsyncReader:
 
     def _work(self, counters: _WorkerCounters) -> None:
         while True:
+            if self._calls:
+                self._run_call()
+                continue
             ticket = self._next_ticket()
             if ticket is None:
                 if self._closing:
@@ -257,6 +272,16 @@ class AsyncReader:
                 ticket = None
                 with contextlib.suppress(queue.Empty):
                     self._bell.get(timeout=_STARVED_POLL_S)
+
+    def _run_call(self) -> None:
+        try:
+            function = self._calls.popleft()
+        except IndexError:
+            return
+        try:
+            function()
+        except Exception:
+            _LOG.exception("What a reader was asked to run failed.")
 
     def _next_ticket(self) -> Ticket | None:
         for waiting in (self._lookups, self._bulk):
@@ -351,6 +376,7 @@ class AsyncReader:
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail what no worker has begun, finish the rest, end the threads; a read stuck on a dead disk is left."""
         self._closing = True
+        self._calls.clear()
         for _ in self._workers:
             self._bell.put(None)
         for worker in self._workers:

@@ -1,7 +1,8 @@
 """Pages of n-gram runs in a fixed piece of RAM, filled by reads that nobody waits for.
 
-Knows which page lies in which frame and whether it has arrived whole; does not know what a record means. One caller at
-a time (the table's lock); completions come from the reader's threads and touch one byte of state each.
+Knows which page lies in which frame and whether it has arrived whole; does not know what a record means. One caller of
+`request` at a time; `page` may be called beside it from another thread and never waits. Completions come from the
+reader's threads and touch one byte of state each.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ class PageCache:
 
     @property
     def pending_reads(self) -> int:
-        """Reads posted and not answered."""
-        self._forget_done()
-        return len(self._posted)
+        """Pages asked for and not answered."""
+        return self._state.count(_PENDING)
 
     def request(self, wanted: Sequence[tuple[PageKey, Run]]) -> None:
         """Have pages read that are not here; returns at once. What does not fit in is dropped, oldest wishes first."""
@@ -103,9 +103,13 @@ class PageCache:
         frame = self._frames.get(key)
         if frame is None or self._state[frame] != _READY:
             return None
-        self._frames.move_to_end(key)
-        # Copied, so that the frame may be used again while the caller still reads.
-        return bytes(self._memory[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES])
+        data = bytes(self._memory[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES])
+        try:
+            self._frames.move_to_end(key)
+        except KeyError:
+            return None
+        # A frame that was given to another page meanwhile may have been copied half-way.
+        return data if self._frames.get(key) == frame and self._state[frame] == _READY else None
 
     def is_damaged(self, key: PageKey) -> bool:
         """Whether the page was read and is not what was written."""

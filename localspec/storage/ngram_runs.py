@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localspec.storage.aio import AsyncReader
+from localspec.storage.aio import AsyncReader, ReaderClosed
 from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.ngram_cache import FRAME_COST_BYTES, MIN_FRAMES, PageCache, PageKey
 from localspec.storage.ngram_format import (
@@ -35,6 +36,8 @@ from localspec.storage.ngram_manifest import Manifest, TableDirectory
 from localspec.storage.ngram_run_file import Run
 
 _HASH_IN_RECORD = struct.Struct("<II")
+MAX_WISHES = 64
+"""Of texts whose pages are to be found; more means that no worker had time for any."""
 _TOKEN_PARTS = struct.Struct("<" + "HB" * CONTINUATION_TOKENS)
 
 
@@ -89,8 +92,16 @@ class _Slot:
     run: Run
 
 
+class _View(NamedTuple):
+    """What answers look-ups; replaced as a whole. deleted: sources that are not served any more."""
+
+    slots: tuple[_Slot, ...] = ()
+    deleted: frozenset[int] = frozenset()
+
+
 class NgramTable:
-    """An opened table. `prefetch` and `lookup` belong to the decode thread, `refresh` to any other."""
+    """An opened table. `prefetch` and `lookup` belong to the decode thread, which waits for no lock in them; `refresh`
+    belongs to any other. Which pages a wish means is found out by the reader's workers."""
 
     def __init__(
         self, table: TableDirectory, manifest: Manifest, reader: AsyncReader, ram_cap_bytes: int, max_pending: int
@@ -102,10 +113,12 @@ class NgramTable:
         self._fingerprint = manifest.tokenizer_fingerprint
         self._index_cap_bytes = ram_cap_bytes // 3
         self._cache = PageCache(reader, ram_cap_bytes - self._index_cap_bytes, max_pending)
-        self._lock = threading.Lock()
-        self._slots: tuple[_Slot, ...] = ()
+        self._reader = reader
+        self._wishes: deque[list[int]] = deque()
+        self._granting = threading.Lock()
+        self._dropped_wishes = 0
+        self._view = _View()
         self._next_slot = 0
-        self._deleted: frozenset[int] = frozenset()
         # Of the manifest that was taken up; the first refresh loads the runs.
         self._stamp: tuple[int, int] | None = None
         self._gone = False
@@ -152,24 +165,59 @@ class NgramTable:
         Each context ends with the last known token; its last order - 1 tokens count, shorter ones are passed over.
         """
         width = self.order - 1
-        self._request([prefix_hash(context[-width:]) for context in contexts if len(context) >= width])
+        for context in contexts:
+            if len(context) >= width:
+                self._wish(list(context[-width:]))
 
     def prefetch_step(self, history: Sequence[int], draft: Sequence[int]) -> None:
         """`prefetch` for every way a verification can end: after the history and 0 to all tokens of the draft."""
-        width = self.order - 1
-        tokens = [*history[-width:], *draft]
-        self._request([prefix_hash(tokens[at : at + width]) for at in range(len(tokens) - width + 1)])
+        tokens = [*history[1 - self.order :], *draft]
+        if len(tokens) >= self.order - 1:
+            self._wish(tokens)
 
-    def _request(self, prefixes: Iterable[int]) -> None:
-        with self._lock:
-            wanted = {}
-            for prefix in prefixes:
-                for slot in self._slots:
-                    number = slot.run.page_number(prefix)
-                    if number:
-                        wanted[PageKey(slot.number, number)] = slot.run
+    def _wish(self, tokens: list[int]) -> None:
+        if len(tokens) < self.order and not self._pages_of(tokens):
+            # Most texts are not in the table: the filter says so in a tenth of the time that waking a worker takes.
+            return
+        if len(self._wishes) >= MAX_WISHES:
+            with contextlib.suppress(IndexError):
+                self._wishes.popleft()
+                self._dropped_wishes += 1
+        self._wishes.append(tokens)
+        try:
+            self._reader.call(self._grant)
+        except ReaderClosed:
+            self._wishes.clear()
+
+    def _grant(self) -> None:
+        """Have the pages of the oldest wish read. On a worker of the reader."""
+        width = self.order - 1
+        with self._granting:
+            try:
+                tokens = self._wishes.popleft()
+            except IndexError:
+                return
+            wanted: dict[PageKey, Run] = {}
+            for at in range(len(tokens) - width + 1):
+                wanted |= self._pages_of(tokens[at : at + width])
             if wanted:
                 self._cache.request(list(wanted.items()))
+
+    def _pages_of(self, prefix: Sequence[int]) -> dict[PageKey, Run]:
+        """Pages that may hold what follows the order - 1 tokens, of every run."""
+        found = {}
+        hashed = prefix_hash(prefix)
+        for slot in self._view.slots:
+            number = slot.run.page_number(hashed)
+            if number:
+                found[PageKey(slot.number, number)] = slot.run
+        return found
+
+    @property
+    def pending_reads(self) -> int:
+        """Wishes that no worker has taken up and pages that have not arrived; 0 once all that was asked for is here."""
+        # In this order: what leaves one place is in the next by then.
+        return len(self._wishes) + self._granting.locked() + self._cache.pending_reads
 
     def lookup(self, context: Sequence[int]) -> Continuation | None:
         """What followed the context, if its page is here; never waits.
@@ -180,19 +228,17 @@ class NgramTable:
         if len(context) < self.order:
             return None
         prefix = prefix_hash(context[-self.order : -1])
-        with self._lock:
-            self._lookups += 1
-            records, late = self._matching(prefix, context[-1])
-            if not records:
-                self._late += late
-                return None
-            self._hits += 1
+        self._lookups += 1
+        records, late = self._matching(prefix, context[-1])
+        if not records:
+            self._late += late
+            return None
+        self._hits += 1
         return _best(records, context, self.order)
 
     def ready_records(self, prefix: Sequence[int]) -> NDArray[np.void]:
         """All records here for the order - 1 tokens before an unknown last one, as RECORD; to fill a device's table."""
-        with self._lock:
-            records, _ = self._matching(prefix_hash(prefix[1 - self.order :]), None)
+        records, _ = self._matching(prefix_hash(prefix[1 - self.order :]), None)
         return np.frombuffer(b"".join(records), dtype=RECORD)
 
     def _matching(self, prefix: int, last_token: int | None) -> tuple[list[bytes], bool]:
@@ -200,7 +246,8 @@ class NgramTable:
         pattern = _HASH_IN_RECORD.pack(prefix >> 32, prefix & 0xFFFFFFFF)
         found: list[bytes] = []
         late = False
-        for slot in self._slots:
+        view = self._view
+        for slot in view.slots:
             number = slot.run.page_number(prefix)
             if not number:
                 continue
@@ -215,7 +262,7 @@ class NgramTable:
                     continue
                 _, _, last_length, source_share, *_ = RECORD_HEAD.unpack_from(page, at)
                 if (last_token is None or last_length & MAX_TOKEN == last_token) and (
-                    source_share & MAX_TOKEN not in self._deleted
+                    source_share & MAX_TOKEN not in view.deleted
                 ):
                     found.append(page[at : at + RECORD_BYTES])
                 at = page.find(pattern, at + RECORD_BYTES)
@@ -237,8 +284,7 @@ class NgramTable:
         except FileNotFoundError:
             manifest = None
         if manifest is None or manifest.tokenizer_fingerprint != self._fingerprint or manifest.order != self.order:
-            with self._lock:
-                self._slots, self._gone, self._stamp = (), True, stamp
+            self._view, self._gone, self._stamp = _View(), True, stamp
             return True
         self._install(manifest)
         self._stamp = stamp
@@ -251,7 +297,7 @@ class NgramTable:
         return None
 
     def _install(self, manifest: Manifest) -> None:
-        known = {slot.run.header.run_id: slot for slot in self._slots}
+        known = {slot.run.header.run_id: slot for slot in self._view.slots}
         slots = []
         damaged = set()
         missing = False
@@ -271,9 +317,8 @@ class NgramTable:
                 self._next_slot += 1
             slots.append(slot)
         self._bound_index([slot.run for slot in slots])
-        with self._lock:
-            self._slots, self._deleted, self._gone = tuple(slots), manifest.deleted, False
-            self._damaged_runs, self._missing_runs = damaged, missing
+        self._view, self._gone = _View(tuple(slots), manifest.deleted), False
+        self._damaged_runs, self._missing_runs = damaged, missing
 
     def _bound_index(self, runs: Sequence[Run]) -> None:
         left_bytes = self._index_cap_bytes - sum(run.index_bytes for run in runs)
@@ -287,29 +332,28 @@ class NgramTable:
 
     def statistics(self) -> TableStatistics:
         """Counters since the table was opened."""
-        with self._lock:
-            runs = [slot.run for slot in self._slots]
-            cache = self._cache
-            return TableStatistics(
-                runs=len(runs),
-                records=sum(run.header.record_count for run in runs),
-                table_bytes=sum(run.header.file_bytes for run in runs),
-                index_bytes=sum(run.index_bytes for run in runs),
-                cache_bytes=cache.used_bytes,
-                ram_cap_bytes=self.ram_cap_bytes,
-                lookups=self._lookups,
-                hits=self._hits,
-                late=self._late,
-                requested_pages=cache.requested_pages,
-                cached_pages=cache.cached_pages,
-                dropped_pages=cache.dropped_pages,
-                pending_reads=cache.pending_reads,
-                read_errors=cache.read_errors,
-                damaged_pages=len(cache.damaged),
-                damaged_runs=len(self._damaged_runs),
-                missing_runs=self._missing_runs,
-                gone=self._gone,
-            )
+        runs = [slot.run for slot in self._view.slots]
+        cache = self._cache
+        return TableStatistics(
+            runs=len(runs),
+            records=sum(run.header.record_count for run in runs),
+            table_bytes=sum(run.header.file_bytes for run in runs),
+            index_bytes=sum(run.index_bytes for run in runs),
+            cache_bytes=cache.used_bytes,
+            ram_cap_bytes=self.ram_cap_bytes,
+            lookups=self._lookups,
+            hits=self._hits,
+            late=self._late,
+            requested_pages=cache.requested_pages,
+            cached_pages=cache.cached_pages,
+            dropped_pages=cache.dropped_pages + self._dropped_wishes,
+            pending_reads=self.pending_reads,
+            read_errors=cache.read_errors,
+            damaged_pages=len(cache.damaged),
+            damaged_runs=len(self._damaged_runs),
+            missing_runs=self._missing_runs,
+            gone=self._gone,
+        )
 
 
 def _best(records: Sequence[bytes], context: Sequence[int], order: int) -> Continuation:

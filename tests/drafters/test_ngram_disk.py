@@ -51,7 +51,7 @@ def make_table(folder: Path, documents: Sequence[Sequence[int]], reader: AsyncRe
 
 def settle(*tables: NgramTable) -> None:
     deadline = time.monotonic() + 20
-    while any(table.statistics().pending_reads for table in tables):
+    while any(table.pending_reads for table in tables):
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 

@@ -305,3 +305,16 @@ def test_percentiles_are_right_to_an_eighth() -> None:
         assert exact * 0.99 - 1 <= found <= exact * 1.15 + 1
     assert percentiles_us([LatencyHistogram()], [0.5]) == [0.0]
     histogram.add(1e9)
+
+
+def test_calls_run_on_workers_and_end_with_the_reader(caplog: pytest.LogCaptureFixture) -> None:
+    names: list[str] = []
+    done = threading.Event()
+    with AsyncReader(threads=1) as reader:
+        reader.call(lambda: names.append(threading.current_thread().name))
+        reader.call(lambda: names[5])  # fails, and harms nobody
+        reader.call(done.set)
+        assert done.wait(10)
+    assert names == ["localspec-read-0"] and "asked to run failed" in caplog.text
+    with pytest.raises(ReaderClosed):
+        reader.call(done.set)

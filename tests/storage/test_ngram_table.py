@@ -18,7 +18,7 @@ from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.ngram_build import RunBuilder, delete_source
 from localspec.storage.ngram_format import PAGE_BYTES
 from localspec.storage.ngram_manifest import MANIFEST_NAME, TableDirectory
-from localspec.storage.ngram_runs import NgramTable
+from localspec.storage.ngram_runs import MAX_WISHES, NgramTable
 from tests.storage.ngram_cases import (
     OTHER_TOKENIZER,
     TOKENIZER,
@@ -126,7 +126,7 @@ def test_acceptance_is_that_of_an_exhaustive_search(tmp_path: Path, reader: Asyn
     steps = 0
     for tokens in held_out:
         listed = tokens.tolist()
-        for end in range(16, min(len(listed), 7000), 7):
+        for end in range(16, min(len(listed), 7000), 11):
             context, truth = listed[max(0, end - 24) : end], listed[end : end + 14]
             found = look_up_waiting(table, context)
             draft, _ = reference.draft(context)
@@ -181,6 +181,58 @@ def test_slow_disk_costs_hits_and_no_time(built: Path, documents: list[Tokens]) 
         settle(table)
         # The newest wishes are the ones that were served.
         assert table.lookup(tokens[376:397]) is not None
+
+
+def test_the_decode_thread_waits_for_no_worker(built: Path, documents: list[Tokens], reader: AsyncReader) -> None:
+    table = NgramTable.open(built, TOKENIZER, reader, ram_cap_bytes=16 << 20)
+    tokens = documents[2].tolist()
+    assert look_up_waiting(table, tokens[60:90]) is not None
+    requested = table.statistics().requested_pages
+    with table._granting:
+        # As if a worker were at work on a wish for as long as this takes.
+        for end in range(100, 100 + MAX_WISHES + 30):
+            table.prefetch_step(tokens[end - 20 : end], tokens[end : end + 3])
+        assert table.lookup(tokens[60:90]) is not None
+        figures = table.statistics()
+        assert figures.requested_pages == requested
+        # What nobody has looked at counts as on its way; the oldest wishes gave way.
+        assert figures.pending_reads == MAX_WISHES + 1
+        assert figures.dropped_pages == 30
+    settle(table)
+    assert table.statistics().requested_pages > requested
+    assert table.lookup(tokens[end - 20 : end + 2]) is not None
+    assert table.lookup(tokens[80:101]) is None
+
+
+def test_pages_that_are_read_anew_meanwhile_are_no_wrong_answers(
+    built: Path, documents: list[Tokens], occurrences: Occurrences, reader: AsyncReader
+) -> None:
+    """Workers take frames away while the decode thread copies from them: a page comes whole or not at all."""
+    table = NgramTable.open(built, TOKENIZER, reader, ram_cap_bytes=600_000)
+    contexts = list(contexts_of(documents, 31))
+    ended = threading.Event()
+
+    def ask_for_everything() -> None:
+        while not ended.is_set():
+            for context in contexts:
+                table.prefetch([context[:-1]])
+
+    thread = threading.Thread(target=ask_for_everything)
+    thread.start()
+    hits = 0
+    deadline_s = time.monotonic() + 20
+    try:
+        while hits < 400 and time.monotonic() < deadline_s:
+            for context in contexts:
+                found = table.lookup(context)
+                if found is not None:
+                    hits += 1
+                    truths = occurrences.continuations(context, found.match_tokens)
+                    assert list(found.tokens) in [truth[: len(found.tokens)] for truth in truths]
+    finally:
+        ended.set()
+        thread.join()
+    assert hits >= 400 and table.statistics().damaged_pages == 0
 
 
 def test_failing_disk_is_a_miss_and_is_tried_again(built: Path, documents: list[Tokens]) -> None:
@@ -304,7 +356,7 @@ def test_cap_is_kept_while_everything_is_asked_for(built: Path, documents: list[
     table = NgramTable.open(built, TOKENIZER, reader, ram_cap_bytes=cap)
     assert table.statistics().table_bytes > 3 * cap
     hits = asked = 0
-    for context in contexts_of(documents, 5):
+    for context in contexts_of(documents, 9):
         hits += look_up_waiting(table, context) is not None
         asked += 1
         figures = table.statistics()
