@@ -48,8 +48,9 @@ from localspec.hub.ngram_sync import SyncOptions, TableSync
 from localspec.runner.slots import make_state
 from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
+from localspec.storage.ngram_choice import Continuation
 from localspec.storage.ngram_format import CONTINUATION_TOKENS
-from localspec.storage.ngram_runs import Continuation, NgramTable
+from localspec.storage.ngram_runs import NgramTable
 
 CONTEXT_TOKENS = 4096
 LONGER = (16, 12)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from localspec.drafters import NgramTableHandle
-from localspec.storage.ngram_runs import Continuation
+from localspec.storage.ngram_choice import Continuation
 
 CONTEXT_TOKENS = 16
 """The longest agreement that a table tells apart."""

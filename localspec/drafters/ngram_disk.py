@@ -24,8 +24,9 @@ from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.drafters._ngram_policy import CONTEXT_TOKENS, Advisor, Guess, NgramPolicy
 from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
+from localspec.storage.ngram_choice import Continuation
 from localspec.storage.ngram_format import CONTINUATION_TOKENS
-from localspec.storage.ngram_runs import Continuation, NgramTable
+from localspec.storage.ngram_runs import NgramTable
 
 needs_weights = False
 NAME = "ngram_disk"

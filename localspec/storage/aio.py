@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from localspec.storage.buffers import ALIGNMENT_BYTES, BufferArena
-from localspec.storage.errors import DamagedFile
+from localspec.storage.errors import DamagedFile, QueueFull, ReadCancelled, ReaderClosed
 from localspec.storage.open_file import OpenFile
 from localspec.storage.read_statistics import LatencyHistogram, ReaderStatistics, percentiles_us
 
@@ -35,18 +35,6 @@ _STARVED_POLL_S = 0.002
 
 ReadFunction = Callable[[int, Sequence[memoryview], int], int]
 """Descriptor, buffers, offset -> bytes read: os.preadv, or a stand-in that is slow or fails in tests."""
-
-
-class QueueFull(RuntimeError):
-    """More requests wait than the reader was built for; nothing of the batch was posted."""
-
-
-class ReaderClosed(RuntimeError):
-    """The reader was closed before this request was read."""
-
-
-class ReadCancelled(RuntimeError):
-    """The request was cancelled before a worker began it."""
 
 
 class Priority(enum.IntEnum):
@@ -292,7 +280,7 @@ class AsyncReader:
     def _serve(self, ticket: Ticket, counters: _WorkerCounters) -> bool:
         """Read one ticket; False when there was no memory for it, which leaves it unclaimed."""
         request = ticket.request
-        skew, span = _aligned_span(request)
+        skew, span = request.file.span(request.offset_bytes, request.length_bytes)
         scratch = None
         if not _fits_in_place(request):
             scratch = self.arena.lend(span, urgent=ticket.priority is Priority.LOOKUP)
@@ -393,14 +381,6 @@ class AsyncReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _aligned_span(request: ReadRequest) -> tuple[int, int]:
-    """Bytes before the wanted ones, and bytes to read, so that both ends lie on block borders."""
-    if not request.file.direct:
-        return 0, request.length_bytes
-    skew = request.offset_bytes % ALIGNMENT_BYTES
-    return skew, -(-(skew + request.length_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _fits_in_place(request: ReadRequest) -> bool:

@@ -1,4 +1,4 @@
-"""What can be wrong with a file: the errors of this package.
+"""The errors of this package: what can be wrong with a file, and why a read was not made.
 
 Knows nothing of any format; the message names the file, says what is wrong with it, and what would help.
 """
@@ -12,3 +12,15 @@ class DamagedFile(ValueError):
 
 class WrongOwner(ValueError):
     """A file is whole but belongs to another model, tokenizer or format version, so nothing in it may be used."""
+
+
+class QueueFull(RuntimeError):
+    """More requests wait than the reader was built for; nothing of the batch was posted."""
+
+
+class ReaderClosed(RuntimeError):
+    """The reader was closed before this request was read."""
+
+
+class ReadCancelled(RuntimeError):
+    """The request was cancelled before a worker began it."""

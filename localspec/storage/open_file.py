@@ -38,6 +38,13 @@ class OpenFile:
         """The descriptor, opened with O_DIRECT when `direct` says so."""
         return self._fd
 
+    def span(self, offset_bytes: int, length_bytes: int) -> tuple[int, int]:
+        """Bytes before the wanted ones, and bytes to read, so that both ends lie where this file can be read."""
+        if not self.direct:
+            return 0, length_bytes
+        skew = offset_bytes % ALIGNMENT_BYTES
+        return skew, -(-(skew + length_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
     def close(self) -> None:
         """Refuse further requests; the ones under way are served."""
         self.closed = True

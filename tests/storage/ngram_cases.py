@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localspec.storage.ngram_build import RunBuilder
-from localspec.storage.ngram_runs import Continuation, NgramTable
+from localspec.storage.ngram_choice import Continuation
+from localspec.storage.ngram_runs import NgramTable
 
 TOKENIZER = bytes(range(32))
 OTHER_TOKENIZER = b"\x55" * 32
