@@ -250,15 +250,13 @@ def _memory(parts: Any, device: str) -> dict[str, float]:
     found["table"] = 0.0 if table.is_cuda else table.nbytes / GIB
     if device != "cuda":
         return found
-    step = parts.loop.stages.device
     found["driver"] = driver_bytes(torch.device(device)) / GIB
     found["reserved"] = torch.cuda.memory_reserved() / GIB
     found["allocated"] = torch.cuda.memory_allocated() / GIB
     found["peak_reserved"] = torch.cuda.max_memory_reserved() / GIB
     found["peak_allocated"] = torch.cuda.max_memory_allocated() / GIB
     found["torch_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / GIB
-    held = (step._proposals, step._verifications, step._forwards, step._acceptances)
-    return found | {"graphs": float(sum(len(each) for each in held))}
+    return found | {"graphs": float(parts.loop.stages.device.captured.num_graphs)}
 
 
 def _pools() -> dict[str, tuple[int, int]]:

@@ -1,25 +1,26 @@
 """The device part of a step as captured CUDA graphs: two replays a step, no wait, no shape that depends on acceptance.
 
 A step with grammars is three replays: its masks are made on the host, from the drafts, while the forward pass runs.
-A graph is captured when its key first comes up, after a warm-up run on padding rows, which changes nothing. Layouts
-reach the device through pinned buffers that are used in turn. Knows nothing of requests.
+A graph is captured when its key first comes up, after a warm-up run on padding rows, which changes nothing; those that
+were not used for long are given up for new ones. Layouts reach the device through pinned buffers that are used in turn.
+Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, StepResult, VerifyPlan
+from localspec.engine.captured import Captured, Families, Family, Staging, StepKey
 from localspec.engine.device_step import EagerStep, StepNeeds, layout_in, position_bound
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import layout_numbers, layout_of
-from localspec.runner.runner import Runner, VerifyOutput
-from localspec.sampling.processors import ProcessorPlan
+from localspec.runner.runner import Runner
 from localspec.sampling.synthetic import SyntheticAcceptance
 
 SMALLEST_BOUND_TOKENS = 4096
@@ -27,24 +28,10 @@ BOUND_STEP = 8
 STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
+MOST_GRAPHS = 64
+"""At once, by what the memory plan sets aside for them."""
 Output = TypeVar("Output")
 ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int, int | None]
-VerifyKey = tuple[ProposeKey, int, int]
-LawKey = tuple[ProcessorPlan, int | None, bool]
-
-
-@dataclass(frozen=True)
-class _Captured(Generic[Output]):
-    graph: torch.cuda.CUDAGraph
-    output: Output
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """device: a tensor that a graph reads (a layout, or masks); host: pinned buffers of the same shape."""
-
-    device: Tensor
-    host: tuple[Tensor, ...]
 
 
 def bound_bucket(tokens: int) -> int:
@@ -80,10 +67,7 @@ class GraphStep(EagerStep):
     def __init__(self, runner: Runner, drafters: DrafterSet, acceptance: SyntheticAcceptance | None = None) -> None:
         super().__init__(runner, drafters, acceptance)
         self._pool = torch.cuda.graph_pool_handle()
-        self._proposals: dict[ProposeKey, _Captured[Draft]] = {}
-        self._verifications: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
-        self._forwards: dict[VerifyKey, tuple[_Captured[VerifyOutput], _Staging]] = {}
-        self._acceptances: dict[tuple[VerifyKey, LawKey], tuple[_Captured[StepResult], _Staging]] = {}
+        self.captured = Families(MOST_GRAPHS)
         self._draft_buffers: dict[torch.Size, Tensor] = {}
         self._turn = 0
         self._bound_limit = runner.state.block_tables.shape[1] * PAGE_TOKENS - 1
@@ -93,11 +77,12 @@ class GraphStep(EagerStep):
 
     def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
         key = self._propose_key(plan, needs)
-        captured = self._proposals.get(key)
+        family = self.captured.use(key)
+        captured = family.proposal
         if captured is None:
+            self._make_room(1, family)
             bounded = _with_bounds(plan, key[1])
-            captured = self._capture(lambda: self.proposed(bounded, needs))
-            self._proposals[key] = captured
+            captured = family.proposal = self._capture(lambda: self.proposed(bounded, needs))
         captured.graph.replay()
         return captured.output
 
@@ -106,56 +91,62 @@ class GraphStep(EagerStep):
         if self.runner.overflows_in(slot.slot for slot in plan.slots):
             # Pages from host memory are fetched layer by layer, which a recorded step does not do.
             return super().verify(plan, draft, needs)
-        key = (self._propose_key(plan, needs), plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1))
+        key = (plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1))
+        family = self.captured.use(self._propose_key(plan, needs))
         if needs.grammars:
-            return self._verify_masked(key, plan, draft, needs)
+            return self._verify_masked(family, key, plan, draft, needs)
         law = (needs.law, needs.logprobs, needs.thinking)
-        entry = self._verifications.get((key, law))
+        entry = family.verifications.get((key, law))
         if entry is None:
-            staging = self._staging(_padding(key[1]))
+            self._make_room(1, family)
+            staging = self._staging(_padding(key[0]))
             layout = layout_of(staging.device)
             shared = plan.row_budget is not None
             entry = (
-                self._capture(lambda: self.verify_layout(layout_in(layout, draft, shared), draft, key[2], needs)),
+                self._capture(lambda: self.verify_layout(layout_in(layout, draft, shared), draft, key[1], needs)),
                 staging,
             )
-            self._verifications[key, law] = entry
+            family.verifications[key, law] = entry
         captured, staging = entry
-        self._send(torch.tensor(layout_numbers(plan, key[1]), dtype=torch.int64), staging)
+        self._send(torch.tensor(layout_numbers(plan, key[0]), dtype=torch.int64), staging)
         captured.graph.replay()
         return captured.output
 
-    def _verify_masked(self, key: VerifyKey, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
+    def _verify_masked(
+        self, family: Family, key: StepKey, plan: VerifyPlan, draft: Draft, needs: StepNeeds
+    ) -> StepResult:
         """Forward pass and acceptance as two replays; the host makes the masks while the first runs."""
-        forward = self._forwards.get(key)
+        law = (needs.law, needs.logprobs, needs.thinking)
+        if (key, law) not in family.acceptances:
+            self._make_room(2, family)
+        forward = family.forwards.get(key)
         if forward is None:
-            staging = self._staging(_padding(key[1]))
+            staging = self._staging(_padding(key[0]))
             layout = layout_of(staging.device)
             shared = plan.row_budget is not None
             forward = (
-                self._capture(lambda: self.runner.verify(layout_in(layout, draft, shared), draft, key[2])),
+                self._capture(lambda: self.runner.verify(layout_in(layout, draft, shared), draft, key[1])),
                 staging,
             )
-            self._forwards[key] = forward
-        law = (needs.law, needs.logprobs, needs.thinking)
-        acceptance = self._acceptances.get((key, law))
+            family.forwards[key] = forward
+        acceptance = family.acceptances.get((key, law))
         if acceptance is None:
             output = forward[0].output
             bytes_per_row = -(-self.runner.model.vocab_size // 8)
-            masks = self._staging(torch.full((key[1], bytes_per_row), 0xFF, dtype=torch.uint8))
+            masks = self._staging(torch.full((key[0], bytes_per_row), 0xFF, dtype=torch.uint8))
             # The warm-up must change nothing, so it accepts what the forward pass makes of padding rows.
-            forward[1].device.copy_(_padding(key[1]))
+            forward[1].device.copy_(_padding(key[0]))
             forward[0].graph.replay()
             acceptance = self._capture(lambda: self.accepted(output, draft, needs, masks.device)), masks
-            self._acceptances[key, law] = acceptance
+            family.acceptances[key, law] = acceptance
         drafts = self._draft_buffer(draft.token_ids)
         drafts.copy_(draft.token_ids, non_blocking=True)
         drafted = torch.cuda.Event()  # type: ignore[no-untyped-call]
         drafted.record()
-        self._send(torch.tensor(layout_numbers(plan, key[1]), dtype=torch.int64), forward[1])
+        self._send(torch.tensor(layout_numbers(plan, key[0]), dtype=torch.int64), forward[1])
         forward[0].graph.replay()
         drafted.synchronize()
-        self._send(self.packed_masks(plan, drafts.tolist(), needs, key[1]), acceptance[1])
+        self._send(self.packed_masks(plan, drafts.tolist(), needs, key[0]), acceptance[1])
         acceptance[0].graph.replay()
         return acceptance[0].output
 
@@ -174,25 +165,34 @@ class GraphStep(EagerStep):
             self._draft_buffers[token_ids.shape] = torch.zeros(token_ids.shape, dtype=torch.int64).pin_memory()
         return self._draft_buffers[token_ids.shape]
 
-    def _staging(self, start: Tensor) -> _Staging:
+    def _staging(self, start: Tensor) -> Staging:
         """Buffers of the shape and type of `start`, which the device's one holds at first."""
         host = tuple(torch.zeros_like(start).pin_memory() for _ in range(STAGING_BUFFERS))
-        return _Staging(start.to(self.runner.ops.device), host)
+        return Staging(start.to(self.runner.ops.device), host)
 
-    def _send(self, values: Tensor, staging: _Staging) -> None:
+    def _send(self, values: Tensor, staging: Staging) -> None:
         self._turn = (self._turn + 1) % STAGING_BUFFERS
         host = staging.host[self._turn]
         host.copy_(values)
         staging.device.copy_(host, non_blocking=True)
 
-    def _capture(self, function: Callable[[], Output]) -> _Captured[Output]:
+    def _make_room(self, count: int, family: Family) -> None:
+        """Before captures for `family`: what was not used for long goes, once nothing replays it."""
+        if not self.captured.has_room(count):
+            self._wait()
+            self.captured.make_room(count, family)
+
+    def _wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def _capture(self, function: Callable[[], Output]) -> Captured[Output]:
         """Run once (kernels compile), then record. The function must change nothing on its present inputs."""
         function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function()
-        return _Captured(graph, output)
+        return Captured(graph, output)
 
 
 def _with_bounds(plan: VerifyPlan, bound: int) -> VerifyPlan:

@@ -18,9 +18,10 @@ from localspec.api.types import Grammar, Sampling
 from localspec.core.records import MAX_SLOTS, Draft, SlotResult, StepResult, ThinkingRule, VerifyPlan
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.engine.build import Assembled
+from localspec.engine.captured import Captured, Families, Family
 from localspec.engine.confidence import RowBudget
 from localspec.engine.device_step import HostClock, StepNeeds
-from localspec.engine.graphs import GraphStep, _Captured
+from localspec.engine.graphs import GraphStep
 from localspec.engine.ring import ResultRing
 from localspec.engine.verify_schedule import VerifySchedule
 from localspec.kernels.backends.reference import ReferenceOps
@@ -66,10 +67,13 @@ class CpuGraphStep(GraphStep):
     def clock(self) -> HostClock:  # type: ignore[override]
         return HostClock()
 
-    def _capture(self, function: Callable[[], Any]) -> _Captured[Any]:
+    def _wait(self) -> None:
+        """Nothing is under way here."""
+
+    def _capture(self, function: Callable[[], Any]) -> Captured[Any]:
         type(self).captures += 1
         output = function()
-        return _Captured(StandIn(function, output), output)  # type: ignore[arg-type]
+        return Captured(StandIn(function, output), output)  # type: ignore[arg-type]
 
     def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
         """A copy, as the ring of a card makes one before the next replay."""
@@ -108,6 +112,7 @@ def engine(folder: Path, ops: ReferenceOps) -> Any:
 
 @pytest.fixture
 def patient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Assembled]:
+    CpuGraphStep.captures = 0
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -161,6 +166,45 @@ def test_replays_do_what_calls_do(folder: Path, plain: Assembled, patient: Assem
     for drafter, depth in (("off", 0), ("ngram", 1), ("ngram", 3)):
         assert run(patient, compiler, drafter, depth) == expected
     assert 0 < CpuGraphStep.captures < 120, "nothing was replayed"
+
+
+def test_captures_that_are_given_up_are_made_again(
+    folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
+    step: Any = patient.loop.stages.device
+    most = 5
+    step.captured = Families(most)
+    counts: list[int] = []
+    monkeypatch.setattr(step, "_wait", lambda: counts.append(step.captured.num_graphs))
+    expected = run(plain, compiler, "off", 0, (0, 2))
+    for depth in (1, 3, 1):
+        assert run(patient, compiler, "ngram", depth, (0, 2)) == expected
+        assert 0 < step.captured.num_graphs <= most
+    assert counts and all(most - 2 < count <= most for count in counts)
+
+
+def test_families_are_given_up_whole_and_the_newest_last() -> None:
+    def family(families: Families, key: str, steps: int) -> Family:
+        found = families.use(key)
+        found.proposal = entry[0]
+        found.verifications |= {((index, 0), law): entry for index in range(steps)}
+        return found
+
+    entry: Any = (Captured(None, None), None)  # type: ignore[arg-type]
+    law: Any = ("law", None, False)
+    families = Families(10)
+    first, second = family(families, "first", 3), family(families, "second", 3)
+    assert families.num_graphs == 8 and families.has_room(2) and not families.has_room(3)
+    families.use("first")
+    families.make_room(3, first)
+    assert families.num_graphs == 4 and families.use("second") is not second, "the second was used before the first"
+    assert families.use("first") is first
+    first.forwards = {(16, 0): entry, (4, 0): entry}
+    first.acceptances = {((16, 0), law): entry, ((4, 0), law): entry}
+    families.make_room(3, first)
+    assert list(first.verifications) == [((2, 0), law)] and first.proposal is entry[0]
+    assert list(first.forwards) == [(4, 0)] and list(first.acceptances) == [((4, 0), law)]
 
 
 def test_rows_that_are_shared_by_confidence_change_no_token(
