@@ -5,6 +5,10 @@ some of the answers (summaries, edits, follow-ups); hiddens, read once and kept 
 acceptance on the measured sets as `measure_acceptance.py` has it, which no stage before it has seen. Answers written
 elsewhere can be handed in (`--stored`). Meant for one card; `--sequences 30 --steps 4 --device cpu` tries it anywhere.
 
+`--train` names trainings in order, kind=amount: seconds, or `1300steps`, or the name of a training before it, for as
+many steps as that one took. `dflash+base` is a backbone trained at an even rate, on which the dflash and the dspark
+that follow go on: both then differ in nothing but the heads.
+
     python scripts/train_demo_drafters.py --model DIR --prompts prompts.jsonl --data ../shared/data --work DIR --out DIR
 """
 
@@ -30,6 +34,7 @@ from localspec.api.types import Message
 from localspec.engine.template import ChatTemplate
 from localspec.engine.tokenizer import Tokenizer
 from localspec.formats.checkpoint import open_checkpoint, read_config
+from localspec.hub.layout import sha256_of
 from localspec.training.answers import Answer, AnswerStore, BatchPlan
 from localspec.training.kept import KeptHiddens, keep_what_fits
 from localspec.training.parts import set_rounding
@@ -61,6 +66,9 @@ GREEDY_SHARE = 0.85
 THREADS = 12
 HELD_OUT_SHARE = 0.02
 MAX_TOKENS = 1024
+BASE = "base"
+ON_BASE_RATE = 0.75
+"""Of the learning rate, in a training that goes on from a base: its layers have settled and its moments begin anew."""
 SECONDS_BESIDE = 9.0
 """Of a training: getting ready, measuring, writing the file."""
 
@@ -139,6 +147,8 @@ class Maker:
         self.chance.shuffle(prompts)
         size = 2 * self.chosen.max_sequences
         for begin in range(0, len(prompts), size):
+            if begin >= self.chosen.most_answers:
+                return
             if begin and time.monotonic() - self.begun > self.chosen.write_until:
                 self.say(f"no time for {len(prompts) - begin} more answers")
                 return
@@ -221,28 +231,62 @@ class Maker:
         self.say("hiddens are read with every batch" if found is None else "hiddens are kept")
         return found
 
+    def train_all(self, store: AnswerStore, measured: AnswerStore) -> None:
+        """The trainings of `--train` in their order; those that are given seconds share what time is left."""
+        kept = self.kept(store)
+        left = dict(part.split("=") for part in self.chosen.train.split(","))
+        took: dict[str, int] = {}
+        while left:
+            kind, amount = next(iter(left.items()))
+            share = 1.0
+            if self.chosen.until:
+                rest = self.chosen.until - (time.monotonic() - self.begun) - SECONDS_BESIDE * len(left)
+                share = rest / max(1.0, sum(in_seconds(each, left) for each in left.values()))
+            steps = took[amount] if amount in took else int(amount.removesuffix("steps")) if "steps" in amount else 0
+            seconds = 0.0 if steps else share * float(amount)
+            took[kind] = self.train(kind, (steps, seconds), store, measured, kept)
+            del left[kind]
+
     def train(
-        self, kind: str, seconds: float, store: AnswerStore, measured: AnswerStore, kept: KeptHiddens | None
-    ) -> None:
-        chosen, name = self.chosen, kind.split("+", maxsplit=1)[0]
-        folder = chosen.work / kind
+        self, kind: str, amount: tuple[int, float], store: AnswerStore, measured: AnswerStore, kept: KeptHiddens | None
+    ) -> int:
+        """One training, of so many steps or seconds. Returns its steps."""
+        steps, seconds = amount
+        chosen, (name, _, part) = self.chosen, kind.partition("+")
+        folder, is_base = chosen.work / kind, part == BASE
+        base = chosen.work / f"dflash+{BASE}"
+        on_base = not is_base and name in ("dflash", "dspark") and (base / "config.json").is_file()
+        start = str(chosen.start_from / f"smollm2-135m.{name}") if chosen.start_from else ""
         recipe = Recipe(
-            name, chosen.steps, seconds, chosen.seed, "nvfp4", stop_ids=self.stop_ids, max_tokens=MAX_TOKENS,
+            name, chosen.steps or steps, seconds, chosen.seed, "bf16" if is_base else "nvfp4",
+            stop_ids=self.stop_ids, max_tokens=MAX_TOKENS,
             mask_token_id=self.text.tokenizer.token_id(MASK_TOKEN) or 0, tokens_per_batch=chosen.tokens_per_batch,
-            learning_rate=chosen.rate, measure_every=chosen.measure_every, save_every=1 << 30,
+            learning_rate=chosen.rate * (ON_BASE_RATE if on_base else 1.0), floor_share=1.0 if is_base else 0.03,
+            measure_every=chosen.measure_every, save_every=1 << 30,
             draft_vocab_size=chosen.draft_vocabulary, sharpness=chosen.sharpness, markov_rank=chosen.markov_rank,
             intermediate_size=chosen.chain_intermediate if name in ("eagle3", "mtp") else 0,
-            start_from=str(chosen.start_from / f"smollm2-135m.{name}") if chosen.start_from else "",
+            start_from=str(base) if on_base else start, num_kv_heads=chosen.block_kv_heads,
         )  # fmt: skip
         trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"), kept)
+        self.report[kind] = {**trained.report, "sha256": sha256_of(folder / "model.safetensors")}
+        if is_base:
+            return trained.trainer.step
         with tarfile.open(chosen.out / f"{kind}.tar", "w") as archive:
             for file in ("config.json", "model.safetensors"):
                 archive.add(folder / file, f"{kind}/{file}")
         set_rounding(trained.drafter.module, True)
         found = {each: lengths(measured, index, self.target, trained.drafter) for index, each in enumerate(self.sets)}
-        self.report[kind] = {**trained.report, "length_by_kind_depth": found}
+        self.report[kind] |= {"length_by_kind_depth": found}  # type: ignore[operator]
         self.say(f"{kind}: {json.dumps({each: by_depth['4'] for each, by_depth in found.items()})}")
         (chosen.out / "report.json").write_text(json.dumps(self.report, indent=1))
+        return trained.trainer.step
+
+
+def in_seconds(amount: str, left: dict[str, str]) -> float:
+    """An amount that shares the time; as much as another training takes what that one takes."""
+    while amount in left:
+        amount = left[amount]
+    return float(amount) if amount.replace(".", "", 1).isdigit() else 0.0
 
 
 def open_text(path: Path):  # type: ignore[no-untyped-def]
@@ -263,6 +307,7 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=60000, help="Questions that the model tries to write itself.")
     parser.add_argument("--second", type=int, default=6000, help="Questions about its answers.")
     parser.add_argument("--stored", type=Path, nargs="*", default=[], help="Answers of an earlier run.")
+    parser.add_argument("--most-answers", type=int, default=1 << 30, help="Of each writing, in whole parts.")
     parser.add_argument("--answer-tokens", type=int, default=192)
     parser.add_argument("--measured", type=int, default=40, help="Prompts of each kind of work.")
     parser.add_argument("--measured-tokens", type=int, default=128)
@@ -273,11 +318,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.3e-3)
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     parser.add_argument("--markov-rank", type=int, default=32)
+    parser.add_argument("--block-kv-heads", type=int, default=0, help="Of dflash and dspark; 0: the target's.")
     parser.add_argument("--chain-intermediate", type=int, default=2304, help="MLP width of eagle3 and mtp.")
     parser.add_argument("--sharpness", type=float, default=1.3)
     parser.add_argument("--measure-every", type=int, default=500)
     parser.add_argument("--steps", type=int, default=0, help="Of each training; 0: as many as fit into its seconds.")
-    parser.add_argument("--train", default="eagle3=150,dspark=60,dflash=50,mtp=60", help="kind=seconds, ...")
+    parser.add_argument("--train", default="eagle3=150,dspark=60,dflash=50,mtp=60", help="kind=amount, ...")
     parser.add_argument("--write-until", type=float, default=1e9, help="Seconds after which no more answers are begun.")
     parser.add_argument("--until", type=float, default=0, help="Seconds in all, which the trainings share; 0: as said.")
     parser.add_argument("--start-from", type=Path, help="Go on from the drafters of this folder, MODEL.KIND each.")
@@ -286,12 +332,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     maker = Maker(chosen)
     store, measured = maker.answers(), maker.measured()
-    kept = maker.kept(store)
-    wanted = {kind: float(seconds) for kind, seconds in (part.split("=") for part in chosen.train.split(","))}
-    left = chosen.until - (time.monotonic() - maker.begun) - SECONDS_BESIDE * len(wanted)
-    share = left / sum(wanted.values()) if chosen.until else 1.0
-    for kind, seconds in wanted.items():
-        maker.train(kind, share * seconds, store, measured, kept)
+    maker.train_all(store, measured)
     maker.say("done")
 
 

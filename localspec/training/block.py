@@ -38,7 +38,7 @@ START_SCALE = 0.25
 ROW_WEIGHT = 0.6
 """Weight of each further position of a block, relative to the one before it: about as often as a draft gets there."""
 CONFIDENCE_WEIGHT = 0.1
-KNOWN_HEAD = ("vanilla", True, True)
+KNOWN_HEAD = ("vanilla", True)
 MEASURED_BLOCKS = 64
 """Places of each sequence that are measured in one pass."""
 
@@ -121,11 +121,11 @@ class TrainableBlock:
         head = read_head_shape(read) if read.get("markov_rank") else None
         if shape.conv_taps or any(view.window or not view.causal for view in shape.layers):
             raise ValueError("block drafters are trained with causal blocks, without windows and convolutions")
-        if head is not None and (head.markov, head.confidence_with_markov, head.sample_from_anchor) != KNOWN_HEAD:
-            raise ValueError("dspark is trained with a vanilla Markov head that samples from the anchor")
+        if head is not None and (head.markov, head.confidence_with_markov) != KNOWN_HEAD:
+            raise ValueError("dspark is trained with a vanilla Markov head, which its confidence head reads")
         self.kind = "dflash" if head is None else "dspark"
         # Row r of a block guesses the token at its own place (1), or the one behind it (0).
-        self.first_row = 1 if head is None else 0
+        self.first_row = 0 if head is not None and head.sample_from_anchor else 1
         self.vocabulary, self._target = vocabulary, target
         self.layer_outputs = shape.layer_outputs
         self.net = BlockModule(shape, vocabulary, 0 if head is None else head.rank)
@@ -264,13 +264,14 @@ class TrainableBlock:
 
 @dataclass(frozen=True)
 class BlockChoices:
-    """What a recipe settles of a block drafter. markov_rank 0: DFlash."""
+    """What a recipe settles of a block drafter. markov_rank 0: DFlash; sample_from_anchor: of DSpark."""
 
     num_layers: int
     block_size: int
     mask_token_id: int
     layer_outputs: tuple[int, ...]
     markov_rank: int = 0
+    sample_from_anchor: bool = True
 
 
 def block_config(sizes: DrafterSizes, choices: BlockChoices, vocabulary: DraftVocabulary) -> dict[str, Any]:
@@ -290,12 +291,15 @@ def block_config(sizes: DrafterSizes, choices: BlockChoices, vocabulary: DraftVo
             "causal": True,
         },
     }
-    if choices.markov_rank:
-        config |= {
-            "markov_rank": choices.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-            "sample_from_anchor": True,
-        }
-    return config
+    return config | head_config(choices.markov_rank, choices.sample_from_anchor) if choices.markov_rank else config
+
+
+def head_config(rank: int, sample_from_anchor: bool) -> dict[str, Any]:
+    """What DSpark's config.json has beyond DFlash's."""
+    return {
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": sample_from_anchor,
+    }

@@ -10,7 +10,7 @@ import torch
 
 from localspec.drafters.mtp import PREFIX
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint, read_config
-from localspec.training.block import TrainableBlock
+from localspec.training.block import TrainableBlock, head_config
 from localspec.training.drafting import DraftVocabulary, TrainableDrafter
 from localspec.training.eagle3 import TrainableEagle3
 from localspec.training.export import Form
@@ -40,6 +40,24 @@ def load_drafter(kind: str, folder: Path, target: Target) -> tuple[TrainableDraf
     return made, form
 
 
+def load_backbone(folder: Path, target: Target, markov_rank: int) -> TrainableBlock:
+    """A DSpark drafter on the backbone of a DFlash folder; its heads are new and change no draft yet.
+
+    Raises ValueError as `load_drafter` does.
+    """
+    config = read_config(folder)
+    config.pop("quantization_config", None)
+    heads = {"architectures": ["Qwen3DSparkModel"], **head_config(markov_rank, sample_from_anchor=False)}
+    checkpoint = open_checkpoint(folder)
+    try:
+        made = _make("dspark", {**config, **heads}, checkpoint, target)
+        _fill(made, checkpoint, new=("markov_head.", "confidence_head."))
+    finally:
+        checkpoint.close()
+    assert isinstance(made, TrainableBlock)
+    return made
+
+
 def _make(kind: str, config: Mapping[str, Any], checkpoint: FolderCheckpoint, target: Target) -> TrainableDrafter:
     ids = None
     if kind == "mtp" and checkpoint.has(f"{PREFIX}draft_ids"):
@@ -60,10 +78,13 @@ def _make(kind: str, config: Mapping[str, Any], checkpoint: FolderCheckpoint, ta
     return made
 
 
-def _fill(drafter: TrainableDrafter, checkpoint: FolderCheckpoint) -> None:
+def _fill(drafter: TrainableDrafter, checkpoint: FolderCheckpoint, new: tuple[str, ...] = ()) -> None:
+    """new: beginnings of the names that the checkpoint does not hold."""
     parts = {f"{name}.weight": part for name, part in drafter.module.named_modules() if isinstance(part, Matrix)}
     with torch.no_grad():
         for name, parameter in drafter.module.named_parameters():
+            if name.startswith(new):
+                continue
             stored = f"{drafter.prefix}{name}"
             found = checkpoint.weight(stored).dequantise() if name in parts else checkpoint.vector(stored)
             if found.shape != parameter.shape:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from localspec.drafters._block_shape import BlockConfig
 from localspec.formats import Checkpoint
+from localspec.formats.checkpoint import read_config
 from localspec.layers.config import ConfigReader
 from localspec.training.answers import AnswerStore, BatchPlan
 from localspec.training.block import BlockChoices, TrainableBlock, block_config
@@ -18,7 +20,7 @@ from localspec.training.eagle3 import TrainableEagle3, eagle3_config
 from localspec.training.export import Form, export
 from localspec.training.hybrid import HybridTarget, load_hybrid
 from localspec.training.kept import KeptHiddens, keep_what_fits
-from localspec.training.loading import load_drafter
+from localspec.training.loading import load_backbone, load_drafter
 from localspec.training.mtp import TrainableMtp, mtp_config
 from localspec.training.target import DENSE_TYPES, DenseTarget, Target
 from localspec.training.trainer import Report, Trainer, TrainPlan
@@ -57,7 +59,14 @@ class Recipe:
     rounding_from: float = 0.75
     """Share of the steps after which a drafter of the form nvfp4 is trained rounded."""
     start_from: str = ""
-    """Folder of a drafter of this kind to go on from; empty: from the target's head and random layers."""
+    """Folder of a drafter of this kind to go on from, or for DSpark of a DFlash whose backbone it takes; empty: from
+    the target's head and random layers."""
+    num_kv_heads: int = 0
+    """Of a block drafter; 0: the target's."""
+    sample_from_anchor: bool = True
+    """Of DSpark; otherwise its rows guess their own places, as DFlash's do. A taken backbone has that form."""
+    floor_share: float = 0.03
+    """Of the learning rate, at the end; 1: it stays, for a training that another one goes on from."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,14 @@ def make_drafter(
     spark = recipe.kind == "dspark"
     choices = BlockChoices(
         num_layers=min(recipe.num_layers, target.num_layers),
-        # Both draft as many tokens: a DFlash block spends one row on the newest token.
-        block_size=recipe.block_size - int(spark),
+        # All draft as many tokens: unless the newest token's row guesses too, it is one of the block's.
+        block_size=recipe.block_size - int(spark and recipe.sample_from_anchor),
         mask_token_id=recipe.mask_token_id,
         layer_outputs=block_taps(target.num_layers),
         markov_rank=recipe.markov_rank if spark else 0,
+        sample_from_anchor=recipe.sample_from_anchor,
     )
+    sizes = replace(sizes, num_kv_heads=recipe.num_kv_heads or sizes.num_kv_heads)
     return TrainableBlock(block_config(sizes, choices, vocabulary), target, vocabulary, recipe.seed)
 
 
@@ -166,7 +177,7 @@ def train(
     Raises ValueError where answers are missing or the kind does not fit, OSError where the folder cannot be written.
     """
     if recipe.start_from:
-        drafter, _ = load_drafter(recipe.kind, Path(recipe.start_from), target)
+        drafter = _goes_on(recipe, target)
     else:
         drafter = make_drafter(recipe, target, config, draft_vocabulary(recipe, target, config, store))
     drafter.teacher.sharpness = recipe.sharpness
@@ -174,6 +185,7 @@ def train(
         steps=recipe.steps,
         batches=BatchPlan(recipe.tokens_per_batch, recipe.max_tokens, recipe.seed),
         learning_rate=recipe.learning_rate,
+        floor_share=recipe.floor_share,
         rounding_from=recipe.rounding_from if recipe.form == "nvfp4" else None,
         measure_every=recipe.measure_every,
         save_every=recipe.save_every,
@@ -201,3 +213,10 @@ def train(
             "curve": [asdict(point) for point in curve],
         },
     )
+
+
+def _goes_on(recipe: Recipe, target: Target) -> TrainableDrafter:
+    folder = Path(recipe.start_from)
+    if recipe.kind == "dspark" and not BlockConfig(read_config(folder)).get("markov_rank"):
+        return load_backbone(folder, target, recipe.markov_rank)
+    return load_drafter(recipe.kind, folder, target)[0]

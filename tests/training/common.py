@@ -21,6 +21,8 @@ from tests.helpers.models import load_model, random_checkpoint
 
 CPU = torch.device("cpu")
 KINDS = ("eagle3", "dflash", "dspark", "mtp")
+OWN_PLACE = "dspark, own place"
+"""DSpark whose rows guess their own places, as DFlash's do."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +64,5 @@ def drafter(kind: str, target: TinyTarget, ids: Sequence[int] | None = None, see
     taps = (0, model.num_layers - 1)
     if kind == "eagle3":
         return TrainableEagle3(eagle3_config(sizes, taps, vocabulary), model, vocabulary, seed)
-    choices = BlockChoices(2, 5, model.vocab_size - 1, taps, 16 if kind == "dspark" else 0)
+    choices = BlockChoices(2, 5, model.vocab_size - 1, taps, 0 if kind == "dflash" else 16, kind != OWN_PLACE)
     return TrainableBlock(block_config(sizes, choices, vocabulary), model, vocabulary, seed)

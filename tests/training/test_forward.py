@@ -17,7 +17,7 @@ from localspec.training.kept import KeptHiddens
 from localspec.training.parts import Matrix, initialise, nearest_nvfp4, set_rounding
 from tests.drafters.session import CONTEXT_TOKENS, Session, layer_outputs_of
 from tests.helpers.models import reference_ops
-from tests.training.common import CPU, KINDS, drafter, prompts, tiny_target, written
+from tests.training.common import CPU, KINDS, OWN_PLACE, drafter, prompts, tiny_target, written
 
 pytestmark = pytest.mark.torch
 
@@ -50,7 +50,7 @@ def test_written_answers_are_the_greedy_ones(model_type: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("form", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, OWN_PLACE))
 def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: str, tmp_path: Path) -> None:
     """Every draft of a session is right exactly where `matches` says so."""
     target = tiny_target(tmp_path / "model")
@@ -69,7 +69,7 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
     export(trained, tmp_path / kind, "nvfp4" if form == "nvfp4" else "bf16")
     checkpoint = open_checkpoint(tmp_path / kind)
     setup = DrafterSetup(reference_ops(), target.model, MAX_SLOTS, CONTEXT_TOKENS, checkpoint, tmp_path / kind)
-    module = drafter_module(kind)
+    module = drafter_module(trained.kind)
     built = module.build(setup)
     needs = HiddenNeeds(final_norm=True) if kind == "mtp" else HiddenNeeds(layer_outputs=trained.layer_outputs)
     assert built.needs == needs

@@ -11,6 +11,7 @@ import torch
 from localspec.formats.checkpoint import read_config
 from localspec.training.answers import Answer, AnswerStore, BatchPlan, epoch_batches
 from localspec.training.drafting import DraftVocabulary, soft_loss
+from localspec.training.loading import load_drafter
 from localspec.training.recipe import Recipe, train
 from localspec.training.trainer import Trainer, TrainPlan
 from tests.training.common import CPU, KINDS, TinyTarget, drafter, tiny_target, written
@@ -117,6 +118,27 @@ def test_a_training_goes_on_from_a_finished_drafter(target: TinyTarget, store: A
     # BF16 and one tiny step apart.
     assert abs(found.report["untrained_length"] - made.report["length"]) < 0.02
     assert abs(found.report["length"] - made.report["length"]) < 0.02
+
+
+def test_dspark_goes_on_from_a_dflash_backbone(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
+    base = Recipe(
+        "dflash", steps=6, draft_vocab_size=80, tokens_per_batch=600, learning_rate=1e-2, block_size=5, floor_share=1.0
+    )
+    config = read_config(target.folder)
+    made = train(base, target.dense, config, store, tmp_path / "base", lambda line: None)
+    further = replace(
+        base, kind="dspark", steps=1, learning_rate=1e-9, markov_rank=16, start_from=str(tmp_path / "base")
+    )
+    found = train(further, target.dense, config, store, tmp_path / "further", lambda line: None)
+    # A head without weight changes no draft.
+    assert found.drafter.config["markov_rank"] == 16 and found.drafter.config["sample_from_anchor"] is False
+    assert abs(found.report["untrained_length"] - made.report["length"]) < 0.02
+    learnt = replace(further, steps=10, learning_rate=1e-2)
+    assert (
+        train(learnt, target.dense, config, store, tmp_path / "learnt", print).report["length"] > made.report["length"]
+    )
+    loaded, _ = load_drafter("dspark", tmp_path / "learnt", target.dense)
+    assert loaded.config == found.drafter.config
 
 
 def test_answers_of_another_store_can_be_measured(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
