@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -22,6 +23,16 @@ from localspec.kernels.ops import Ops
 from localspec.models import Model
 from localspec.storage.ngram_runs import NgramTable
 
+MAX_PASS_ROWS = 16
+"""Most rows of a pass over what waits: the kernels that read each weight once end there, as verify steps do."""
+FEW_PASS_ROWS = 8
+"""Rows up to which such a kernel takes no more time than for one."""
+
+
+def pass_rows(window_rows: Iterable[int]) -> int:
+    """Rows of a pass that keeps up with steps of these windows; a drafter that is behind needs a step or two more."""
+    return FEW_PASS_ROWS if sum(window_rows) <= FEW_PASS_ROWS else MAX_PASS_ROWS
+
 
 @dataclass(frozen=True)
 class Depths:
@@ -32,6 +43,7 @@ class Depths:
     sampled: whether some of them draw with a temperature; if the host knows that none does, drafters spare the noise.
     only_sure: another drafter stands ready for the slots that get nothing, so speak only where it is likely right.
     corpus_bound: host bound of the lengths of the slots' corpora, 0 where none has one; None: not known.
+    pass_rows: rows that a drafter may run of those that wait; see `pass_rows`.
     """
 
     depths: Tensor
@@ -41,6 +53,7 @@ class Depths:
     sampled: bool = True
     only_sure: bool = False
     corpus_bound: int | None = None
+    pass_rows: int = MAX_PASS_ROWS
 
 
 class Drafter(Protocol):

@@ -15,10 +15,10 @@ from torch import Tensor
 from localspec.core.cache_spec import PlaneSpec
 from localspec.core.records import Forward, Rows
 from localspec.core.state import Cache, SequenceState
-from localspec.drafters import Depths
+from localspec.drafters import MAX_PASS_ROWS, Depths
 from localspec.drafters._block_conv import GroupedConv
 from localspec.drafters._block_shape import BlockShape, LayerView
-from localspec.drafters._waiting import MAX_PASS_ROWS, Block, WaitingRows
+from localspec.drafters._waiting import Block, WaitingRows
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Norm, Ops, PackedWeight, Paging
 from localspec.layers.linear import check_shape, load_vector

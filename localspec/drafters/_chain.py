@@ -20,16 +20,18 @@ from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
 from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.drafters._waiting import WaitingRows, texts_of
-from localspec.kernels.draft_rows import NewestRows, Rounds, TakenRows
-from localspec.kernels.ops import Ops, Paging
+from localspec.kernels.draft_rows import DraftColumns, NewestRows, Rounds, TakenRows
+from localspec.kernels.ops import Norm, Ops, Paging
 from localspec.layers.step import LayerStep
 
 
 class ChainNetwork(Protocol):
-    """What differs between methods. D: width of the hidden that goes around; source_size: of what is kept of a row."""
+    """What differs between methods. D: width of the hidden that goes around; source_size: of what is kept of a row;
+    last_norm: what the output of `run` goes through to be such a hidden, left to whoever reads it next."""
 
     hidden_size: int
     source_size: int
+    last_norm: Norm | None
 
     def source(self, forward: Forward) -> Tensor:
         """[R, source_size] of what the target handed out, as it is."""
@@ -39,12 +41,12 @@ class ChainNetwork(Protocol):
         """[R, source_size] -> [R, D]."""
         ...
 
-    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
-        """token_ids [R], hidden [R, D] -> [R, D], the hidden for the next row and for `logits`."""
+    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep, normed: bool) -> Tensor:
+        """token_ids [R], hidden [R, D] -> [R, D]. normed: whether the hidden went through `last_norm`."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, D] -> [R, n] float32 over the draft's vocabulary."""
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
+        """[R, D] -> [R, n] float32 over the draft's vocabulary. normed: as for `run`."""
         ...
 
 
@@ -88,17 +90,18 @@ class ChainDrafter:
         frame = _Frame.of(state, depths, cache)
         rounds = self._pass(frame, depths, state, count)
         hidden = self._newest.hidden[: state.lengths.shape[0]]
-        tokens: list[Tensor] = []
-        confidence: list[Tensor] = []
+        columns = DraftColumns.empty(depths.max_depth, count, rounds.ready, depths.depths)
+        token = depths.depths
         for column in range(count):
             if column:
-                hidden = self._network.run(tokens[-1], hidden, frame.step(rounds, column, self._waiting.valid_from))
+                step = frame.step(rounds, column, self._waiting.valid_from)
+                hidden = self._network.run(token, hidden, step, normed=column == 1)
             # Without a temperature nothing is drawn, and every position has the same noise: none.
-            asked = DrawnRows(state, rounds.positions[column] + 2, depths.sampled)
-            token, certainty = self._drawer.draw(self._ops, self._network.logits(hidden), asked)
-            tokens.append(token)
-            confidence.append(certainty)
-        return finished_draft(tokens, confidence, rounds.ready, depths, self.origins)
+            positions = rounds.positions[column]
+            asked = DrawnRows(state, positions + 2 if depths.sampled else positions, depths.sampled)
+            logits = self._network.logits(hidden, normed=column == 0)
+            token, _ = self._drawer.draw(self._ops, logits, asked, columns, column)
+        return Draft(columns.token_ids, columns.origins, columns.num_drafts, self.origins, columns.confidence)
 
     @torch.inference_mode()
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
@@ -124,14 +127,19 @@ class ChainDrafter:
     def _pass(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
         """Run rows that wait, oldest first, with the target's hiddens."""
         taken = self._waiting.take(self._ops, depths, state)
-        hidden = self._network.run(taken.token_ids, self._network.first_hidden(taken.sources), frame.pass_of(taken))
-        return self._ops.keep_newest(taken, hidden, self._newest, texts_of(depths, state), num_rounds)
+        hidden = self._network.first_hidden(taken.sources)
+        hidden = self._network.run(taken.token_ids, hidden, frame.pass_of(taken), normed=True)
+        texts = texts_of(depths, state)
+        return self._ops.keep_newest(taken, hidden, self._newest, texts, num_rounds, self._network.last_norm)
 
     def _run_prompt(self, rows: Rows, source: Tensor, state: SequenceState, cache: Cache) -> None:
         """Run rows with the target's hiddens and keep the output of each slot's newest."""
         slots, following = rows.slots.clamp(min=0), rows.positions + 1
         token_ids = state.history[slots, following.clamp(max=state.history.shape[1] - 1)]
-        hidden = self._network.run(token_ids, self._network.first_hidden(source), LayerStep.of(rows, cache))
+        hidden = self._network.first_hidden(source)
+        hidden = self._network.run(token_ids, hidden, LayerStep.of(rows, cache), normed=True)
+        if self._network.last_norm is not None:
+            hidden = self._ops.rms_norm(hidden, self._network.last_norm)
         newest = (rows.slots >= 0) & (following == state.lengths[slots] - 1)
         place = torch.where(newest, slots, self._newest.position.shape[0] - 1)
         self._newest.hidden[place] = hidden.to(self._newest.hidden.dtype)

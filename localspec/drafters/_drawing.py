@@ -13,6 +13,7 @@ from torch import Tensor
 from localspec.core.records import Draft
 from localspec.core.state import SequenceState
 from localspec.drafters import Depths
+from localspec.kernels.draft_rows import DraftColumns, DraftNote
 from localspec.kernels.ops import Ops
 from localspec.sampling.candidates import RowParameters, kept_candidates
 from localspec.sampling.noise import gumbel, row_keys
@@ -76,14 +77,16 @@ class Drawer:
     greedy: bool = False
     has_holes: bool = False
 
-    def draw(self, ops: Ops, logits: Tensor, rows: DrawnRows) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, ops: Ops, logits: Tensor, rows: DrawnRows, columns: DraftColumns | None = None, column: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """logits [R, n] float32 -> target ids [R] int64, and [R] float32 the draft's own probability of its best token,
-        at the temperature."""
+        at the temperature. columns: where they are written too; then rows are slots."""
         divisor = rows.divisor[:, 0] if rows.sampled else None
-        best, certainty = ops.best_tokens(logits, divisor, self.id_map)
-        if rows.sampled and not self.greedy:
-            return self.choose(self.candidates(logits), rows)[0], certainty
-        return best, certainty
+        chosen = self.choose(self.candidates(logits), rows)[0] if rows.sampled and not self.greedy else None
+        note = None if columns is None else DraftNote(columns, column, chosen)
+        best, certainty = ops.best_tokens(logits, divisor, self.id_map, note)
+        return best if chosen is None else chosen, certainty
 
     def candidates(self, logits: Tensor, count: int = NUM_CANDIDATES) -> Candidates:
         """The `count` best of each row of logits [R, n] float32."""

@@ -19,8 +19,6 @@ from localspec.kernels.ops import Ops
 
 KEPT_ROWS = 64
 """Rows of a sequence that can wait. After a longer pause the older ones are lost to the drafter."""
-MAX_PASS_ROWS = 16
-"""Most rows of a pass over all slots: the kernels that read each weight once end there, as verify steps do."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ class WaitingRows:
         self._kept.done.scatter_reduce_(0, place, rows.positions + 1, "amax")
 
     def take(self, ops: Ops, depths: Depths, state: SequenceState) -> TakenRows:
-        """The oldest waiting rows of the slots that are drafted for, at most MAX_PASS_ROWS; they count as run."""
-        return ops.take_rows(self._kept, texts_of(depths, state), MAX_PASS_ROWS)
+        """The oldest waiting rows of the slots that are drafted for, at most `depths.pass_rows`; they count as run."""
+        return ops.take_rows(self._kept, texts_of(depths, state), depths.pass_rows)
 
     def caught_up(self, state: SequenceState) -> Tensor:
         """[S] bool: nothing of the slot waits."""

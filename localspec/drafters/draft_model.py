@@ -15,11 +15,11 @@ from torch import Tensor
 
 from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
-from localspec.drafters import Depths, Drafter, DrafterSetup
+from localspec.drafters import MAX_PASS_ROWS, Depths, Drafter, DrafterSetup
 from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.drafters._vocabulary import VocabularyMap, compare, read_spellings
-from localspec.drafters._waiting import MAX_PASS_ROWS, Block
+from localspec.drafters._waiting import Block
 from localspec.formats.checkpoint import read_config
 from localspec.kernels.ops import Ops
 from localspec.models import Model, architecture

@@ -131,6 +131,7 @@ class Eagle3Network:
         sizes = (hidden, shape.intermediate_size)
         self._mlp = GatedMlp(sizes, norm(f"{at}post_attention_layernorm"), ops, checkpoint, f"{at}mlp.")
         self._final_norm = norm("norm")
+        self.last_norm: Norm | None = None
         self._table = self._own_embedding(checkpoint)
         self.id_map, self._head = self._own_head(checkpoint)
 
@@ -151,17 +152,17 @@ class Eagle3Network:
         parts = [self._ops.rms_norm(part, norm) for part, norm in zip(parts, self._layer_norms, strict=True)]
         return self._ops.linear(torch.cat(parts, dim=1), self._fc, norm=self._joined_norm)
 
-    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
+    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep, normed: bool) -> Tensor:
         """See `ChainNetwork.run`."""
         ops = self._ops
         embedding = self._model.embed(token_ids) if self._table is None else ops.embed(token_ids, self._table)
-        normed = ops.rms_norm(hidden, self._hidden_norm)
-        wide = torch.cat([ops.rms_norm(embedding, self._embedding_norm), normed], dim=1)
-        residual = normed if self._shape.norm_before_residual else hidden
+        own = ops.rms_norm(hidden, self._hidden_norm)
+        wide = torch.cat([ops.rms_norm(embedding, self._embedding_norm), own], dim=1)
+        residual = own if self._shape.norm_before_residual else hidden
         x = self._mlp.forward(ops, self._attention.forward(ops, wide, residual, step))
         return ops.rms_norm(x, self._final_norm) if self._shape.norm_output else x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `ChainNetwork.logits`."""
         norm = None if self._shape.norm_output else self._final_norm
         if self._head is None:

@@ -67,7 +67,7 @@ class MtpNetwork:
             return Norm(weight, shape.attention.norm_eps, plus_one=True)
 
         self._embedding_norm, self._hidden_norm = norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden")
-        self._final_norm = norm("norm")
+        self.last_norm: Norm | None = norm("norm")
         fc = check_shape(checkpoint.weight(f"{PREFIX}fc.weight"), f"{PREFIX}fc.weight", (hidden, 2 * hidden))
         self._fc = ops.pack([fc])
         at = f"{PREFIX}layers.0."
@@ -97,20 +97,21 @@ class MtpNetwork:
         """The same."""
         return source
 
-    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
+    def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep, normed: bool) -> Tensor:
         """See `ChainNetwork.run`; the embedding comes first in the joined input."""
-        ops = self._ops
-        parts = self._model.embed(token_ids), hidden
-        joined = ops.joined_norms(parts, (self._embedding_norm, self._hidden_norm))
-        x = ops.linear(joined, self._fc)
-        x = self._mlp.forward(ops, self._attention.forward(ops, x, step))
-        return ops.rms_norm(x, self._final_norm)
+        ops, norms = self._ops, (self._embedding_norm, self._hidden_norm)
+        before = None if normed else self.last_norm
+        joined = ops.joined_norms(token_ids, self._model.embedding, hidden, norms, before)
+        x = ops.linear(joined, self._fc, then=self._attention.input_norm)
+        x = self._attention.forward(ops, x, step, then=self._mlp.input_norm)
+        return self._mlp.forward(ops, x, then=self.last_norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `ChainNetwork.logits`."""
+        norm = None if normed else self.last_norm
         if self._head is None:
-            return self._model.logits(hidden)
-        return self._ops.linear(hidden, self._head.weight, out_dtype=torch.float32)
+            return self._model.logits(hidden if norm is None else self._ops.rms_norm(hidden, norm))
+        return self._ops.linear(hidden, self._head.weight, norm=norm, out_dtype=torch.float32)
 
 
 def _draft_head(model: Model, ops: Ops, checkpoint: Checkpoint) -> _DraftHead | None:

@@ -6,16 +6,16 @@ another's words then fill what is left of the window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from localspec.cache.pool import CachePool
-from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, VerifyPlan
+from localspec.core.records import MAX_SLOTS, Draft, Forward, HiddenNeeds, Request, Rows, SlotPlan, VerifyPlan
 from localspec.core.state import Cache, SequenceState
-from localspec.drafters import Depths, Drafter, Extender
+from localspec.drafters import Depths, Drafter, Extender, pass_rows
 from localspec.engine.keeping_up import UnreadRows
 from localspec.engine.verify_schedule import VerifySchedule, chosen
 
@@ -119,10 +119,10 @@ class DrafterSet:
 
     def count_plan(self, plan: VerifyPlan) -> None:
         """The drafts of a plan are made, by a call or by a replay: its drafters ran what waited."""
-        for name in self.unread.waiters:
-            slots = [slot.slot for slot in plan.slots if slot.num_drafts and name in slot.drafter.split("+")]
-            if slots:
-                self.unread.ran(name, slots)
+        for chain in sorted({slot.drafter for slot in plan.slots if slot.num_drafts}):
+            wanted = [slot for slot in plan.slots if slot.drafter == chain and slot.num_drafts]
+            for name in self.unread.waiters.keys() & chain.split("+"):
+                self.unread.ran(name, [slot.slot for slot in wanted], _pass_rows(wanted))
 
     def keep_up(self, bounds: Mapping[int, int], state: SequenceState) -> None:
         """Between two steps: run what a drafter that is not in use would lose. bounds: of the lengths, by slot."""
@@ -138,7 +138,7 @@ class DrafterSet:
         by_slot = tuple(int(slot in slots) for slot in range(MAX_SLOTS))
         depths = Depths(self._depth_tensor(by_slot), 1, slots, tuple(bounds[slot] for slot in slots))
         self.unread.waiters[name].catch_up(depths, state, self._cache(self._drafters[name]))
-        self.unread.ran(name, slots)
+        self.unread.ran(name, slots, depths.pass_rows)
 
     def admit(self, slot: int, request: Request) -> None:
         """A slot was given to a request."""
@@ -189,6 +189,7 @@ class DrafterSet:
             sampled=role.sampled,
             only_sure=role.only_sure,
             corpus_bound=self.corpus_bound(),
+            pass_rows=_pass_rows(wanted),
         )
 
     def _depth_tensor(self, by_slot: tuple[int, ...]) -> Tensor:
@@ -200,6 +201,11 @@ class DrafterSet:
     def _cache(self, drafter: Drafter) -> Cache:
         spec = drafter.cache_spec
         return self._pool.cache(spec.owner) if spec.planes or spec.states else NO_CACHE
+
+
+def _pass_rows(slots: Iterable[SlotPlan]) -> int:
+    """Of a chain's slots: their windows are what a step leaves to be run."""
+    return pass_rows(1 + slot.num_drafts for slot in slots)
 
 
 def _empty_draft(width: int, device: torch.device) -> Draft:

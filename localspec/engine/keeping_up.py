@@ -38,12 +38,13 @@ class UnreadRows:
         for rows in self.rows.values():
             rows[slot] += num_tokens
 
-    def ran(self, name: str, slots: Sequence[int]) -> None:
-        """A pass of this drafter took the oldest rows of these slots, shared as the drafters share them."""
+    def ran(self, name: str, slots: Sequence[int], num_rows: int) -> None:
+        """A pass of this drafter took the oldest rows of these slots, shared as the drafters share them; num_rows: at
+        most."""
         rows = self.rows.get(name)
         if rows is None:
             return
-        cap = max(cap for cap in range(MAX_ROWS + 1) if sum(min(rows[slot], cap) for slot in slots) <= MAX_ROWS)
+        cap = max(cap for cap in range(num_rows + 1) if sum(min(rows[slot], cap) for slot in slots) <= num_rows)
         for slot in slots:
             rows[slot] -= min(rows[slot], cap)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -65,6 +66,37 @@ class NewestRows:
 
     hidden: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True)
+class DraftColumns:
+    """Drafts of all slots, written column by column. token_ids (-1: none), origins: [S, K] int64; confidence: [S, K]
+    float32; num_drafts: [S] int64. num_columns: that are guessed, at most K; ready: [S] bool, slots that can be drafted
+    for; depths: [S] int64."""
+
+    token_ids: Tensor
+    origins: Tensor
+    confidence: Tensor
+    num_drafts: Tensor
+    num_columns: int
+    ready: Tensor
+    depths: Tensor
+
+    @classmethod
+    def empty(cls, width: int, num_columns: int, ready: Tensor, depths: Tensor) -> DraftColumns:
+        """Nothing is written yet; what the columns are is told as each one is noted."""
+        numbers = torch.empty(2, ready.shape[0], width, dtype=torch.int64, device=ready.device)
+        confidence = torch.empty(ready.shape[0], width, dtype=torch.float32, device=ready.device)
+        return cls(numbers[0], numbers[1], confidence, torch.empty_like(depths), num_columns, ready, depths)
+
+
+@dataclass(frozen=True)
+class DraftNote:
+    """The column that a draft of every slot is written to. chosen: [S] int64 tokens to note instead of the best."""
+
+    columns: DraftColumns
+    column: int
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.weights import LogicalWeight
 
 PAGE_TOKENS = 64
@@ -192,15 +192,23 @@ class Ops(Protocol):
         """
         ...
 
-    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
-        """[R, K] each -> [R, 2 K]: both normed, side by side."""
+    def joined_norms(
+        self, token_ids: Tensor, table: Tensor, hidden: Tensor, norms: tuple[Norm, Norm], before: Norm | None = None
+    ) -> Tensor:
+        """token_ids [R], table [V, K] as for `embed`, hidden [R, K] -> [R, 2 K]: both normed, side by side.
+
+        `before`: what hiddens go through before their norm, rounded in between.
+        """
         ...
 
-    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best_tokens(
+        self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None, note: DraftNote | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The best token of each row, [R] int64, and its probability, [R] float32; of equals the lowest place.
 
         logits: [R, n] float32; divisor: [R] float32 temperature; ids: [n] int64 target id of each place, -1 where the
-        target has no such token, which is then never taken.
+        target has no such token, which is then never taken. `note`: rows are slots, and what was found, or the token
+        chosen instead, becomes a column of their drafts; the first one also writes what no column will.
         """
         ...
 
@@ -220,9 +228,15 @@ class Ops(Protocol):
         ...
 
     def keep_newest(
-        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+        self,
+        taken: TakenRows,
+        hidden: Tensor,
+        newest: NewestRows,
+        texts: SlotTexts,
+        num_rounds: int,
+        norm: Norm | None = None,
     ) -> Rounds:
-        """Keep what came of each slot's newest row, and lay the rounds out. hidden: [R, D]."""
+        """Keep what came of each slot's newest row, normed, and lay the rounds out. hidden: [R, D]."""
         ...
 
 

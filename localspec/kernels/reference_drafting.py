@@ -7,10 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 
 
-def best_tokens(logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def best_tokens(
+    logits: Tensor, divisor: Tensor | None, ids: Tensor | None, note: DraftNote | None = None
+) -> tuple[Tensor, Tensor]:
     """See `Ops.best_tokens`."""
     if ids is not None:
         logits = logits.masked_fill(ids < 0, -torch.inf)
@@ -18,7 +20,24 @@ def best_tokens(logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> t
         logits = logits / divisor[:, None]
     first = logits.argmax(dim=1)
     certainty = (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp()
-    return first if ids is None else ids[first].clamp(min=0), certainty
+    tokens = first if ids is None else ids[first].clamp(min=0)
+    if note is not None:
+        _note(note, tokens, certainty)
+    return tokens, certainty
+
+
+def _note(note: DraftNote, tokens: Tensor, certainty: Tensor) -> None:
+    columns, column = note.columns, note.column
+    if column == 0:
+        columns.token_ids[:, columns.num_columns :] = -1
+        columns.origins[:, columns.num_columns :] = 0
+        columns.confidence[:, columns.num_columns :] = 0.0
+        count = columns.depths.clamp(0, columns.num_columns)
+        columns.num_drafts.copy_(torch.where(columns.ready, count, 0))
+    drafts = columns.ready & (columns.depths > column)
+    columns.token_ids[:, column] = torch.where(drafts, tokens if note.chosen is None else note.chosen, -1)
+    columns.confidence[:, column] = torch.where(drafts, certainty, 0.0)
+    columns.origins[:, column] = 0
 
 
 def store_rows(kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:

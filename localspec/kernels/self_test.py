@@ -18,6 +18,7 @@ from localspec.kernels.backends.reference import ReferenceOps
 from localspec.kernels.fp8_pack import quantise_fp8
 from localspec.kernels.nvfp4_pack import quantise_nvfp4
 from localspec.kernels.ops import PAGE_TOKENS, Epilogue, GdnInputs, GdnState, GdnWeights, Norm, Ops, Paging
+from localspec.kernels.self_test_drafting import drafting_error
 from localspec.kernels.weights import DenseWeight, LogicalWeight
 
 ROWS = 16
@@ -85,6 +86,7 @@ def run(ops: Ops, device: torch.device, seconds_budget: float = 60.0) -> SelfTes
         first: (lambda: test.attention(caches[first], HEADS), BF16_BOUND),
         "gdn window": (test.gdn_window, BF16_BOUND),
         "norms and embedding": (test.norms, BF16_BOUND),
+        "drafting": (test.drafting, BF16_BOUND),
         "attention of prompts": (test.prompt_attention, BF16_BOUND),
         "gdn of prompts": (test.gdn_prompt, TF32_BOUND),
         "fp8 linear": (lambda: test.linear(quantise_fp8), BF16_BOUND),
@@ -177,6 +179,10 @@ class _Test:
             ),
         ]
         return max(_error(found, expected) for found, expected in pairs)
+
+    def drafting(self) -> float:
+        """What lies between a drafter's matmuls."""
+        return drafting_error(self._ops, self._device, self._reference, self._generator)
 
     def attention(self, dtype: torch.dtype, heads: Sequence[tuple[int, int, int]]) -> float:
         """Windows over scattered pages, grouped heads, some head sizes, an output gate, rows of two sequences."""

@@ -142,6 +142,11 @@ class Decoder:
         """[R] -> [R, D] in the activation dtype."""
         return self.ops.embed(token_ids, self.vocabulary.table)
 
+    @property
+    def embedding(self) -> Tensor:
+        """See `models.Model.embedding`."""
+        return self.vocabulary.table
+
     def fold(self, cache: Cache, pending_rows: Tensor) -> None:
         """See `models.Model.fold`."""
         for layer in self.layers:

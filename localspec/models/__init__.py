@@ -54,6 +54,11 @@ class Model(Protocol):
         """[R] -> [R, D]; drafters share the target's embedding."""
         ...
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], the table that `embed` reads, for `Ops` that join it with what follows."""
+        ...
+
     def fold(self, cache: Cache, pending_rows: Tensor) -> None:
         """Commit the pending rows of every slot's recurrent state; nothing to do without such state."""
         ...

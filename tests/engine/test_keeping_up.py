@@ -91,9 +91,12 @@ def test_rows_are_counted_as_they_are_shared() -> None:
     for slot, tokens in ((0, 3), (1, 20), (3, 9)):
         unread.landed(slot, tokens)
     assert unread.due() == ["mtp"]
-    unread.ran("mtp", (0, 1, 3))
+    unread.ran("mtp", (0, 1, 3), MAX_ROWS)
     assert unread.rows["mtp"] == [0, 14, 0, 3]
-    unread.ran("ngram", (0, 1, 3))
+    unread.ran("ngram", (0, 1, 3), MAX_ROWS)
+    unread.ran("mtp", (1,), 8)
+    assert unread.rows["mtp"] == [0, 6, 0, 3]
+    unread.landed(1, 8)
     assert unread.last_passes(1) == ["mtp"] and unread.last_passes(0) == []
     unread.landed(1, 2)
     unread.landed(1, 40)

@@ -9,9 +9,9 @@ import torch
 
 from localspec.kernels import reference_drafting
 from localspec.kernels.backends.reference import ReferenceOps
-from localspec.kernels.draft_rows import KeptRows, NewestRows, SeenRows, SlotTexts
+from localspec.kernels.draft_rows import DraftColumns, DraftNote, KeptRows, NewestRows, SeenRows, SlotTexts
 from localspec.kernels.ops import Norm
-from localspec.kernels.triton import drafting
+from localspec.kernels.triton import drafting, waiting_rows
 
 pytestmark = pytest.mark.gpu
 SLOTS, KEPT, WIDTH, CONTEXT = 4, 64, 5120, 400
@@ -32,7 +32,10 @@ def test_rows_are_kept_taken_and_laid_out() -> None:
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, device="cuda")
 
-    for _ in range(60):
+    tickets = torch.zeros(1, dtype=torch.int32, device="cuda")
+    norm = Norm(torch.randn(WIDTH, device="cuda", generator=generator) * 0.1, 1e-6, plus_one=True)
+    reference = ReferenceOps(torch.device("cuda"), torch.bfloat16)
+    for turn in range(60):
         lengths = draw(2, CONTEXT, SLOTS)
         done = torch.cat([(lengths - draw(0, 90, SLOTS)).clamp(min=-1), draw(0, 1, 1) - 1])
         sources = torch.randn(SLOTS + 1, KEPT, WIDTH, device="cuda", generator=generator).bfloat16()
@@ -43,19 +46,23 @@ def test_rows_are_kept_taken_and_laid_out() -> None:
         starts, counts = (torch.tensor(values, device="cuda") for values in ([0, 4, 4, 7], [4, 0, 3, 0]))
         rows = torch.randn(8, WIDTH, device="cuda", generator=generator).bfloat16()
         seen = SeenRows(slots, positions, starts, counts, rows)
-        drafting.store_rows(kept, seen, lengths)
+        waiting_rows.store_rows(kept, seen, lengths)
         reference_drafting.store_rows(other, seen, lengths)
         assert torch.equal(kept.sources[:SLOTS], other.sources[:SLOTS]) and torch.equal(kept.done, other.done)
         texts = SlotTexts(draw(0, 248320, SLOTS, CONTEXT), lengths, draw(0, 4, SLOTS))
-        found, wanted = drafting.take_rows(kept, texts, 16), reference_drafting.take_rows(other, texts, 16)
+        num_rows = 8 if turn % 2 else 16
+        found = waiting_rows.take_rows(kept, texts, num_rows, tickets)
+        wanted = reference_drafting.take_rows(other, texts, num_rows)
         _equal(found, wanted)
+        assert not bool(tickets.any())
         assert torch.equal(kept.done, other.done) and torch.equal(kept.valid_from, other.valid_from)
-        hidden = torch.randn(16, WIDTH, device="cuda", generator=generator).bfloat16()
+        hidden = torch.randn(num_rows, WIDTH, device="cuda", generator=generator).bfloat16()
         newest = NewestRows(torch.zeros(SLOTS + 1, WIDTH, device="cuda").bfloat16(), lengths.new_full((SLOTS + 1,), -1))
         same = NewestRows(newest.hidden.clone(), newest.position.clone())
-        rounds = drafting.keep_newest(found, hidden, newest, texts, 7)
-        _equal(rounds, reference_drafting.keep_newest(wanted, hidden, same, texts, 7))
-        assert torch.equal(newest.hidden[:SLOTS], same.hidden[:SLOTS])
+        used = norm if turn % 3 else None
+        rounds = waiting_rows.keep_newest(found, hidden, newest, texts, 7, used)
+        _equal(rounds, reference.keep_newest(wanted, hidden, same, texts, 7, used))
+        torch.testing.assert_close(newest.hidden[:SLOTS], same.hidden[:SLOTS], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("size", [32768, 248320])
@@ -75,9 +82,29 @@ def test_best_tokens(size: int) -> None:
 
 def test_joined_norms() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
-    parts = [torch.randn(16, WIDTH, device="cuda", generator=generator).bfloat16() for _ in range(2)]
-    weights = [torch.randn(WIDTH, device="cuda", generator=generator).bfloat16() for _ in range(2)]
-    norms = Norm(weights[0], 1e-6, plus_one=True), Norm(weights[1], 1e-6, plus_one=True)
-    wanted = ReferenceOps(parts[0].device, torch.bfloat16).joined_norms((parts[0], parts[1]), norms)
-    found = drafting.joined_norms((parts[0], parts[1]), norms)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    hidden = torch.randn(16, WIDTH, device="cuda", generator=generator).bfloat16()
+    table = torch.randn(700, WIDTH, device="cuda", generator=generator).bfloat16()
+    ids = torch.randint(0, 700, (16,), device="cuda", generator=generator)
+    norms = [Norm(torch.randn(WIDTH, device="cuda", generator=generator), 1e-6, plus_one=True) for _ in range(3)]
+    reference = ReferenceOps(hidden.device, torch.bfloat16)
+    for before in (None, norms[2]):
+        for place in (table, table.cpu().pin_memory()):
+            found = drafting.joined_norms(ids, place, hidden, (norms[0], norms[1]), before)
+            wanted = reference.joined_norms(ids, table, hidden, (norms[0], norms[1]), before)
+            torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_drafts_are_noted_column_by_column() -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    tickets = torch.zeros(SLOTS, dtype=torch.int32, device="cuda")
+    ready = torch.tensor([True, True, False, True], device="cuda")
+    depths = torch.tensor([2, 0, 3, 7], device="cuda")
+    found, wanted = (DraftColumns.empty(7, 5, ready, depths) for _ in range(2))
+    for column in range(5):
+        logits = torch.randn(SLOTS, 32768, device="cuda", generator=generator) * 4
+        chosen = torch.randint(0, 300, (SLOTS,), device="cuda", generator=generator) if column % 2 else None
+        drafting.best_tokens(logits, None, None, tickets, DraftNote(found, column, chosen))
+        reference_drafting.best_tokens(logits, None, None, DraftNote(wanted, column, chosen))
+    for name in ("token_ids", "origins", "num_drafts"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    torch.testing.assert_close(found.confidence, wanted.confidence, rtol=1e-4, atol=1e-7)

@@ -93,8 +93,8 @@ def test_exact_and_row_invariant(name: str) -> None:
     assert not workspace.tickets.any() and not workspace.ready.any()
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "fp8"])
-def test_prepared_rows_are_those_of_a_norm(form: str) -> None:
+@pytest.mark.parametrize(("form", "adds"), [("nvfp4", True), ("fp8", True), ("nvfp4", False)])
+def test_prepared_rows_are_those_of_a_norm(form: str, adds: bool) -> None:
     """One kernel leaves its result ready for a norm, the next one norms its sums: near the plain way, rows alone."""
     torch.manual_seed(1)
     make = _nvfp4 if form == "nvfp4" else lambda rows, columns: random_packed_fp8(rows, columns, DEVICE, 5)
@@ -103,19 +103,21 @@ def test_prepared_rows_are_those_of_a_norm(form: str) -> None:
     x = torch.randn(16, 6144, device=DEVICE).bfloat16()
     residual = torch.randn(16, 5120, device=DEVICE).bfloat16()
 
+    def added(rows: Tensor) -> Fusion:
+        return Fusion(epilogue="residual", residual=residual[rows]) if adds else Fusion()
+
     def run(rows: Tensor) -> tuple[Tensor, Tensor]:
         following = Prepared.empty(norm, len(rows), 5120, DEVICE)
         for part in (following.weighted, following.squares, workspace.partials):
             part.fill_(float("nan"))
         stream = torch.full((len(rows), 5120), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        fusion = Fusion(epilogue="residual", residual=residual[rows], following=following)
-        stream_linear(x[rows], first, fusion, workspace, stream)
+        stream_linear(x[rows], first, dataclasses.replace(added(rows), following=following), workspace, stream)
         out = torch.full((len(rows), 1000), float("nan"), device=DEVICE)
         return stream, stream_linear(stream, second, Fusion(prepared=following), workspace, out)
 
     everything = torch.arange(16, device=DEVICE)
     stream, full = run(everything)
-    plain = stream_linear(x, first, Fusion(epilogue="residual", residual=residual), workspace, torch.empty_like(stream))
+    plain = stream_linear(x, first, added(everything), workspace, torch.empty_like(stream))
     assert torch.equal(stream, plain)
     wanted = packed_linear(stream, second, norm)
     assert float((full - wanted).norm() / wanted.norm()) < 4e-3  # both round their operand to bf16, at another place

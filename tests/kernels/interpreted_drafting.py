@@ -12,9 +12,9 @@ from torch import Tensor  # isort: skip
 
 from localspec.kernels import reference_drafting  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
-from localspec.kernels.draft_rows import KeptRows, NewestRows, SeenRows, SlotTexts  # isort: skip
+from localspec.kernels.draft_rows import DraftColumns, DraftNote, KeptRows, NewestRows, SeenRows, SlotTexts  # isort: skip
 from localspec.kernels.ops import Norm  # isort: skip
-from localspec.kernels.triton import drafting  # isort: skip
+from localspec.kernels.triton import drafting, waiting_rows  # isort: skip
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
 KEPT, SLOTS, WIDTH = 8, 4, 6
@@ -38,6 +38,8 @@ def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
     def draw(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
+    norm = Norm(torch.randn(WIDTH, generator=generator), 1e-6, plus_one=True)
+    tickets = torch.zeros(2, dtype=torch.int32)
     seen_ready = seen_lost = 0
     for round_ in range(40):
         lengths = draw(0, 30, SLOTS)
@@ -45,18 +47,23 @@ def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
         kept = KeptRows(torch.randn(SLOTS + 1, KEPT, WIDTH, generator=generator), done, draw(0, 3, SLOTS))
         texts = SlotTexts(draw(0, 99, SLOTS, 31), lengths, draw(-1, 4, SLOTS).clamp(min=0))
         other = KeptRows(**_copy(kept))
-        found, wanted = drafting.take_rows(kept, texts, num_rows), reference_drafting.take_rows(other, texts, num_rows)
+        found, wanted = (
+            waiting_rows.take_rows(kept, texts, num_rows, tickets),
+            reference_drafting.take_rows(other, texts, num_rows),
+        )
         _equal(found, wanted)
         _equal(kept, other)
+        assert not tickets.any()
         seen_lost += int((kept.valid_from > 2).any())
         hidden = torch.randn(num_rows, WIDTH, generator=generator)
         newest = NewestRows(torch.randn(SLOTS + 1, WIDTH, generator=generator), draw(-1, 30, SLOTS + 1))
         if round_ % 2:
             newest.position[:SLOTS] = torch.where(draw(0, 2, SLOTS) > 0, lengths - 2, newest.position[:SLOTS])
         same = NewestRows(**_copy(newest))
-        rounds = drafting.keep_newest(found, hidden, newest, texts, 1 + round_ % 5)
-        _equal(rounds, reference_drafting.keep_newest(wanted, hidden, same, texts, 1 + round_ % 5))
-        assert torch.equal(newest.hidden[:SLOTS], same.hidden[:SLOTS])
+        used = norm if round_ % 3 else None
+        rounds = waiting_rows.keep_newest(found, hidden, newest, texts, 1 + round_ % 5, used)
+        _equal(rounds, REFERENCE.keep_newest(wanted, hidden, same, texts, 1 + round_ % 5, used))
+        torch.testing.assert_close(newest.hidden[:SLOTS], same.hidden[:SLOTS])
         assert torch.equal(newest.position[:SLOTS], same.position[:SLOTS])
         seen_ready += int(rounds.ready.any())
     assert seen_ready > 5 and seen_lost > 5
@@ -80,7 +87,7 @@ def test_seen_rows_are_kept(num_rows: int) -> None:
         kept = KeptRows(torch.zeros(SLOTS + 1, KEPT, WIDTH), done, torch.zeros(SLOTS, dtype=torch.int64))
         other = KeptRows(**_copy(kept))
         seen = SeenRows(slots, positions, starts, counts, sources)
-        drafting.store_rows(kept, seen, lengths)
+        waiting_rows.store_rows(kept, seen, lengths)
         reference_drafting.store_rows(other, seen, lengths)
         assert torch.equal(kept.sources[:SLOTS], other.sources[:SLOTS]) and torch.equal(kept.done, other.done)
         stored += int(kept.sources.any())
@@ -104,8 +111,37 @@ def test_best_tokens(size: int) -> None:
             torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("width", "num_columns"), [(1, 1), (3, 3), (7, 4)])
+def test_drafts_are_noted_column_by_column(width: int, num_columns: int) -> None:
+    torch.manual_seed(width)
+    tickets = torch.zeros(SLOTS, dtype=torch.int32)
+    ready, depths = torch.tensor([True, True, False, True]), torch.tensor([2, 0, 3, 9])
+    found = DraftColumns.empty(width, num_columns, ready, depths)
+    wanted = DraftColumns.empty(width, num_columns, ready, depths)
+    for columns in (found, wanted):
+        for name in ("token_ids", "origins", "confidence", "num_drafts"):
+            getattr(columns, name).fill_(77)
+    for column in range(num_columns):
+        logits = torch.randn(SLOTS, 300)
+        chosen = torch.randint(0, 300, (SLOTS,)) if column % 2 else None
+        drafting.best_tokens(logits, None, None, tickets, DraftNote(found, column, chosen))
+        reference_drafting.best_tokens(logits, None, None, DraftNote(wanted, column, chosen))
+    for name in ("token_ids", "origins", "num_drafts"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    torch.testing.assert_close(found.confidence, wanted.confidence)
+    assert found.num_drafts.tolist() == [min(2, num_columns), 0, 0, num_columns]
+    assert found.token_ids[3, num_columns:].tolist() == [-1] * (width - num_columns) and found.token_ids[3, 0] >= 0
+
+
 def test_joined_norms() -> None:
     torch.manual_seed(0)
-    parts = torch.randn(5, 40), torch.randn(5, 50)[:, :40]
+    table, hidden = torch.randn(9, 40), torch.randn(5, 50)[:, :40]
+    ids = torch.tensor([3, 0, 8, 8, 1])
     norms = Norm(torch.randn(40), 1e-6, plus_one=True), Norm(torch.randn(40), 1e-5)
-    torch.testing.assert_close(drafting.joined_norms(parts, norms), REFERENCE.joined_norms(parts, norms))
+    for before in (None, Norm(torch.randn(40), 1e-3), Norm(torch.randn(40), 1e-3, plus_one=True)):
+        found = drafting.joined_norms(ids, table, hidden, norms, before)
+        torch.testing.assert_close(found, REFERENCE.joined_norms(ids, table, hidden, norms, before))
+    # A slot that got no draft reads some row, not memory beyond the table.
+    assert torch.equal(
+        drafting.joined_norms(ids - 9, table, hidden, norms)[0], drafting.joined_norms(ids * 0, table, hidden, norms)[0]
+    )

@@ -84,14 +84,22 @@ _ROPE_TYPES = {
 
 _COUNTED = ("slots", "offsets", "drafts", "history", "lengths", "tokens", "positions", "drawn", "origins", "starts")
 _COUNTED += ("counts", "remaining", "stops", "pending", "emitted", "taken", "accepted", "finish")
-_TAKEN = ("slots", "positions", "begin", "end", "tokens", "places", "depths", "lengths", "history", "done", "valid")
+_TAKEN = ("slots", "positions", "begin", "end", "tokens", "depths", "lengths", "history", "done", "valid")
 _DRAFTED = {f"{name}_ptr": INT64 for name in _TAKEN}
 _ROUNDS = ("kept_position", "out_positions", "out_slots", "out_end")
 _KEPT = {f"{name}_ptr": INT64 for name in _ROUNDS} | {"ready_ptr": BYTES, "hidden_ptr": BF16, "kept_ptr": BF16}
 _STORED = _DRAFTED | {"starts_ptr": INT64, "counts_ptr": INT64, "sources_ptr": BF16, "kept_ptr": BF16}
-_BEST = {"ids_ptr": INT64, "tokens_ptr": INT64, "partial_place_ptr": INT32, "tickets_ptr": INT32}
-_JOINED = {f"{name}_ptr": BF16 for name in ("first", "second", "first_weight", "second_weight", "out")}
-_PLUS_ONES = {"FIRST_PLUS_ONE": True, "SECOND_PLUS_ONE": True}
+_ROWS = {"sources_ptr": BF16, "kept_ptr": BF16, "tickets_ptr": INT32}
+_NOTED = ("ids", "tokens", "chosen", "depths", "drafts", "origins", "counts")
+_BEST = {f"{name}_ptr": INT64 for name in _NOTED} | {
+    "ready_ptr": BYTES,
+    "partial_place_ptr": INT32,
+    "tickets_ptr": INT32,
+}
+_BEST_FORM = {"DIVIDED": True, "MAPPED": True, "NOTED": True, "CHOSEN": True, "COLUMNS": 16, "CHUNK": 4096, "PARTS": 64}
+_JOINED = {"ids_ptr": INT64, "table_ptr": BF16, "hidden_ptr": BF16, "out_ptr": BF16}
+_JOINED_FORM = {"FIRST": 2, "SECOND": 2, "BEFORE": 2, "BLOCK_WIDTH": 8192, "PDL": False}
+_NEWEST_FORM = {"ROWS": 16, "SLOTS": 4, "ROUNDS": 8, "BLOCK_WIDTH": 8192, "NORM": 2, "PDL": False}
 _COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
 
 
@@ -225,11 +233,17 @@ CASES = (
         {"ids_ptr": INT64, "table_ptr": BF16, "out_ptr": BF16},
         {"BLOCK_WIDTH": 1024},
     ),
-    Case("drafting", "joined_norms_kernel", _JOINED, {**_PLUS_ONES, "BLOCK_WIDTH": 8192}, 16),
-    Case("drafting", "best_tokens_kernel", _BEST, {"DIVIDED": True, "MAPPED": True, "CHUNK": 4096, "PARTS": 64}, 8),
-    Case("drafting", "store_rows_kernel", _STORED, {"SLOTS": 4, "BLOCK": 1024}),
-    Case("drafting", "take_rows_kernel", _DRAFTED, {"ROWS": 16, "SLOTS": 4}, 1),
-    Case("drafting", "keep_newest_kernel", _DRAFTED | _KEPT, {"ROWS": 16, "SLOTS": 4, "ROUNDS": 8, "BLOCK": 1024}),
+    Case("drafting", "joined_norms_kernel", _JOINED, _JOINED_FORM, 16, by_target=_DEPENDENT),
+    Case("drafting", "best_tokens_kernel", _BEST, {**_BEST_FORM, "PDL": False}, 8, by_target=_DEPENDENT),
+    Case("waiting_rows", "store_rows_kernel", _STORED, {"SLOTS": 4, "BLOCK": 1024}),
+    Case(
+        "waiting_rows",
+        "take_rows_kernel",
+        _DRAFTED | _ROWS,
+        {"ROWS": 16, "SLOTS": 4, "BLOCK": 1024, "PDL": False},
+        by_target=_DEPENDENT,
+    ),
+    Case("waiting_rows", "keep_newest_kernel", _DRAFTED | _KEPT, _NEWEST_FORM, 16, by_target=_DEPENDENT),
     Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
     Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
     Case(

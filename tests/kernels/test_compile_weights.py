@@ -22,6 +22,7 @@ VARIANTS = (
     Variant(rows=16, epilogue="silu_mul", norm=True),
     Variant(epilogue="residual", bias=True),
     Variant(rows=16, epilogue="residual", following=True),
+    Variant(following=True),
     Variant(rows=16, epilogue="silu_mul", prepared=True),
     Variant(format="fp8", norm=True),
     Variant(format="fp8", rows=16, group_scale=True, epilogue="silu_mul"),

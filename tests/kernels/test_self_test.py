@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 GROUPS = {
     "nvfp4 linear", "fp8 linear", "bf16 linear", "norms and embedding", "attention bf16", "attention fp8",
-    "attention of prompts", "gdn window", "gdn of prompts",
+    "attention of prompts", "gdn window", "gdn of prompts", "drafting",
 }  # fmt: skip
 
 
@@ -30,13 +31,16 @@ def test_a_right_back_end_passes() -> None:
         assert {result.group for result in report.results} == GROUPS and not report.skipped
         assert report.passed, report.lines()
         assert all(result.error <= result.bound / 2 and result.seconds > 0 for result in report.results)
-    assert report.summary.startswith("9 kernel groups agree with their reference") and not report.failures
+    assert report.summary.startswith("10 kernel groups agree with their reference") and not report.failures
     assert len(report.lines()) == len(GROUPS) and "nvfp4 linear         passed" in report.lines()[0]
 
 
 WRONG: dict[str, tuple[Any, set[str]]] = {
     "linear": (lambda out: out * 1.02, {"nvfp4 linear", "fp8 linear", "bf16 linear"}),
-    "rms_norm": (lambda out: out + 0.05, {"norms and embedding"}),
+    "rms_norm": (lambda out: out + 0.05, {"norms and embedding", "drafting"}),
+    "best_tokens": (lambda out: (out[0].flip(0), out[1]), {"drafting"}),
+    "keep_newest": (lambda out: replace(out, slots=out.slots + 1), {"drafting"}),
+    "take_rows": (lambda out: replace(out, key_begin=out.key_begin * 0), {"drafting"}),
     "attention": (
         lambda out: out.index_fill(0, torch.tensor([0]), float("nan")),
         {"attention bf16", "attention fp8", "attention of prompts"},
@@ -80,14 +84,14 @@ def test_a_row_that_depends_on_others_is_found() -> None:
 
 def test_what_raises_is_said_and_the_rest_goes_on() -> None:
     class Broken(ReferenceOps):
-        def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        def norm_rope(self, *arguments: Any) -> Tensor:
             raise RuntimeError("no kernel image is available\nfor this device")
 
     report = self_test.run(Broken(CPU), CPU)
     assert _wrong(report) == {"norms and embedding"} and len(report.results) == len(GROUPS)
     [result] = [each for each in report.results if each.problem]
     assert result.problem == "RuntimeError: no kernel image is available"
-    assert report.summary == "1 of 9 kernel groups are wrong"
+    assert report.summary == "1 of 10 kernel groups are wrong"
     assert report.failures == ("norms and embedding: RuntimeError: no kernel image is available",)
 
 

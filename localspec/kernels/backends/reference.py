@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localspec.kernels import reference_drafting, reference_gdn, reference_settle
-from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.elementwise import sigmoid, silu
 from localspec.kernels.ops import (
     PAGE_TOKENS,
@@ -31,6 +31,7 @@ from localspec.kernels.ops import (
     WindowPlaces,
 )
 from localspec.kernels.reference_attention import paged_attention
+from localspec.kernels.reference_attention_fused import choose_attend
 from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, choose_way, multiply, prepare
 from localspec.kernels.weights import LogicalWeight
 
@@ -78,6 +79,7 @@ class ReferenceOps:
         self.cache_dtype = activation_dtype
         self.waits = device.type == "cpu"
         self.way = choose_way(device)
+        self.attend = choose_attend(device)
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         """Dequantise, stack and reorder for the CPU."""
@@ -178,7 +180,8 @@ class ReferenceOps:
     ) -> Tensor:
         """See `Ops.attention`; output rows of padding are zero."""
         slots = paging.slots.tolist()
-        mixed = paged_attention(q, k_pages, v_pages, paging.block_tables, slots, key_begin, key_end, scale)
+        pools = (k_pages, v_pages)
+        mixed = paged_attention(q, pools, paging.block_tables, slots, key_begin, key_end, scale, self.attend)
         return mixed if gate is None else (mixed.float() * sigmoid(gate.float())).to(mixed.dtype)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -206,13 +209,20 @@ class ReferenceOps:
         """See `Ops.settle`."""
         return reference_settle.settle(window, slots)
 
-    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
+    def joined_norms(
+        self, token_ids: Tensor, table: Tensor, hidden: Tensor, norms: tuple[Norm, Norm], before: Norm | None = None
+    ) -> Tensor:
         """See `Ops.joined_norms`."""
+        if before is not None:
+            hidden = self.rms_norm(hidden, before)
+        parts = self.embed(token_ids, table), hidden
         return torch.cat([self.rms_norm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
 
-    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best_tokens(
+        self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None, note: DraftNote | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Ops.best_tokens`."""
-        return reference_drafting.best_tokens(logits, divisor, ids)
+        return reference_drafting.best_tokens(logits, divisor, ids, note)
 
     def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
         """See `Ops.store_rows`."""
@@ -223,9 +233,16 @@ class ReferenceOps:
         return reference_drafting.take_rows(kept, texts, num_rows)
 
     def keep_newest(
-        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+        self,
+        taken: TakenRows,
+        hidden: Tensor,
+        newest: NewestRows,
+        texts: SlotTexts,
+        num_rounds: int,
+        norm: Norm | None = None,
     ) -> Rounds:
         """See `Ops.keep_newest`."""
+        hidden = hidden if norm is None else self.rms_norm(hidden, norm)
         return reference_drafting.keep_newest(taken, hidden, newest, texts, num_rounds)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localspec.kernels.compat import version_problem
-from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
@@ -33,7 +33,16 @@ from localspec.kernels.ops import (
 )
 from localspec.kernels.packed_forms import PackedForm, WeightStore
 from localspec.kernels.triton import attention as decode
-from localspec.kernels.triton import drafting, elementwise, gdn_fold, gdn_prefill, gdn_window, norm_rope, settle
+from localspec.kernels.triton import (
+    drafting,
+    elementwise,
+    gdn_fold,
+    gdn_prefill,
+    gdn_window,
+    norm_rope,
+    settle,
+    waiting_rows,
+)
 from localspec.kernels.triton.attention_prefill import prefill_attention
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
@@ -145,7 +154,7 @@ class TritonOps:
             x = x.to(torch.bfloat16)
         prepared = self._prepared_for(x, norm)
         following = None
-        if then is not None and residual is not None and dtype == torch.bfloat16:
+        if then is not None and not weight.gated and dtype == torch.bfloat16:
             following = Prepared.empty(then, x.shape[0], width, self.device)
         fusion = Fusion(norm if prepared is None else None, epilogue, residual, bias, prepared, following)
         stream_linear(x, weight, fusion, self._grow_workspace(weight), out)
@@ -243,27 +252,37 @@ class TritonOps:
         """See `Ops.settle`."""
         return settle.settle(window, slots)
 
-    def joined_norms(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> Tensor:
-        """See `Ops.joined_norms`."""
-        return drafting.joined_norms(parts, norms)
+    def joined_norms(
+        self, token_ids: Tensor, table: Tensor, hidden: Tensor, norms: tuple[Norm, Norm], before: Norm | None = None
+    ) -> Tensor:
+        """See `Ops.joined_norms`: one launch."""
+        return drafting.joined_norms(token_ids, table, hidden, norms, before)
 
-    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best_tokens(
+        self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None, note: DraftNote | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Ops.best_tokens`: one launch."""
-        return drafting.best_tokens(logits, divisor, ids, self._tickets)
+        return drafting.best_tokens(logits, divisor, ids, self._tickets, note)
 
     def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
         """See `Ops.store_rows`: one launch."""
-        drafting.store_rows(kept, seen, lengths)
+        waiting_rows.store_rows(kept, seen, lengths)
 
     def take_rows(self, kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
-        """See `Ops.take_rows`: two launches."""
-        return drafting.take_rows(kept, texts, num_rows)
+        """See `Ops.take_rows`: one launch."""
+        return waiting_rows.take_rows(kept, texts, num_rows, self._tickets)
 
     def keep_newest(
-        self, taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int
+        self,
+        taken: TakenRows,
+        hidden: Tensor,
+        newest: NewestRows,
+        texts: SlotTexts,
+        num_rounds: int,
+        norm: Norm | None = None,
     ) -> Rounds:
         """See `Ops.keep_newest`: one launch."""
-        return drafting.keep_newest(taken, hidden, newest, texts, num_rounds)
+        return waiting_rows.keep_newest(taken, hidden, newest, texts, num_rounds, norm)
 
     def _prepared_for(self, x: Tensor, norm: Norm | None) -> Prepared | None:
         """What the kernel that made x left for this norm, if it was the last one that left anything."""
