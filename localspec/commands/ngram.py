@@ -85,30 +85,25 @@ def add(name: str, paths: tuple[Path, ...], model: str | None, min_count: int, a
 @model_option
 @click.option("--every", "every_s", type=click.FloatRange(0.05), default=5.0, show_default=True, help="Seconds.")
 @click.option("--rounds", type=click.IntRange(1), help="Stop after as many looks. Default: at Ctrl-C.")
-def watch(name: str, paths: tuple[Path, ...], model: str | None, every_s: float, rounds: int | None) -> None:
-    """Keep table NAME in step with the files at PATHS until Ctrl-C."""
-    from localspec.hub.records import HubError
-
-    done = 0
+@click.option(
+    "--prune", is_flag=True, help="At the first look, drop what was in folders that are empty or unmounted now."
+)
+def watch(
+    name: str, paths: tuple[Path, ...], model: str | None, every_s: float, rounds: int | None, prune: bool
+) -> None:
+    """Keep table NAME in step with the files at PATHS until Ctrl-C. What may only be away, as files of a disk that is
+    not mounted, stays in the table until --prune."""
     with _explained(name):
-        sync = _existing(name, model, remove_missing=True)
+        watching = _Watching(name, paths, _existing(name, model, remove_missing=True))
+        watching.sync.prune = prune
+        done = 0
         while rounds is None or done < rounds:
             if done:
                 time.sleep(every_s)
+            # A folder that is not there at the first look was misspelt; later on it is away for now.
+            watching.look(first=not done)
+            watching.sync.prune = False
             done += 1
-            try:
-                if not sync.changed(paths):
-                    continue
-                report = sync.run(paths, ProgressLines(name))
-            except BlockingIOError:
-                continue
-            except HubError:
-                # A folder that was there and is away for now, a disk not mounted, takes nothing from the table.
-                if done == 1 or all(path.expanduser().exists() for path in paths):
-                    raise
-                continue
-            if report.new_sources or report.removed_sources:
-                click.echo(f"{name}: {report.new_sources} new, {report.removed_sources} replaced or gone", err=True)
 
 
 @ngram.command()
@@ -156,6 +151,43 @@ def rm(name: str) -> None:
         with table.builder_lock():
             table.remove()
     click.echo(f"{name}: removed, {gib(size_bytes)} freed")
+
+
+@dataclasses.dataclass
+class _Watching:
+    """A table that follows some paths. told: what was last said to be away."""
+
+    name: str
+    paths: tuple[Path, ...]
+    sync: TableSync
+    told: frozenset[Path] = frozenset()
+
+    def look(self, first: bool) -> None:
+        """Take up what has changed. Raises HubError if a path is not there at the first look."""
+        from localspec.hub.records import HubError
+
+        try:
+            report = self.sync.run(self.paths, ProgressLines(self.name)) if self.sync.changed(self.paths) else None
+        except BlockingIOError:
+            return
+        except HubError:
+            gone = frozenset(path for path in self.paths if not path.expanduser().exists())
+            if first or not gone:
+                raise
+            self._tell(gone)
+            return
+        self._tell(self.sync.away)
+        if report is not None and (report.new_sources or report.removed_sources):
+            click.echo(f"{self.name}: {report.new_sources} new, {report.removed_sources} replaced or gone", err=True)
+
+    def _tell(self, away: frozenset[Path]) -> None:
+        for place in sorted(away - self.told):
+            click.echo(
+                f"{self.name}: nothing is left at {place}, a disk not mounted? What the table has of it stays; "
+                f"drop it with: localspec ngram watch {self.name} {place} --rounds 1 --prune",
+                err=True,
+            )
+        self.told = away
 
 
 class ProgressLines:
@@ -300,3 +332,6 @@ def _show(name: str, report: SyncReport, as_json: bool) -> None:
         f"({report.duplicates} duplicates, {report.removed_sources} replaced or gone) at {rate:,.0f} tokens/s; "
         f"the table holds {table.tokens:,} tokens in {gib(table.table_bytes)}"
     )
+    if report.passed_over:
+        counts = ", ".join(f"{reason} ({count})" for reason, count in sorted(report.passed_over.items()))
+        click.echo(f"{name}: left out {counts}", err=True)

@@ -7,22 +7,36 @@ table's sources ("path#size.time.hash"), so a build that was killed goes on wher
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 from tokenizers import Tokenizer
 
-from localspec.hub.corpus import MAX_TEXT_BYTES, CorpusFile, CorpusText, find_files, read_texts, tokenizer_fingerprint
+from localspec.hub.away import folders_away, mount_points_above
+from localspec.hub.corpus import (
+    MAX_TEXT_BYTES,
+    CorpusFile,
+    CorpusText,
+    Passed,
+    absolute_path,
+    find_files,
+    read_texts,
+    stored_name,
+    tokenizer_fingerprint,
+)
 from localspec.hub.records import HubError
 from localspec.storage.ngram_build import BuildReport, RunBuilder
 from localspec.storage.ngram_manifest import Manifest, TableDirectory
 
 BATCH_CHARS = 1 << 20
 TEXTS_PER_PART = 1 << 14
-"""A file of many texts is taken in parts of this many: what is done again after a kill."""
+PIECES_PER_PART = 16
+"""A file of many texts, or a large one in pieces, is taken in parts of so many: what is done again after a kill."""
 PROGRESS_EVERY_S = 0.2
 
 
@@ -34,7 +48,7 @@ class SyncOptions:
     min_count: int = 1
     max_text_bytes: int = MAX_TEXT_BYTES
     remove_missing: bool = False
-    """Delete what came from the given paths and is not there any more."""
+    """Delete what came from the given paths and is not there any more, unless it may only be away."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,8 @@ class SyncReport:
     tokenise_s: float
     index_s: float
     table: BuildReport
+    passed_over: Mapping[str, int]
+    """How much was left out, by reason."""
 
 
 Progress = Callable[[SyncProgress], None]
@@ -125,12 +141,17 @@ class TableSync:
         self._known = _Known()
         self._fruitless: set[tuple[str, str]] = set()
         """Path and stamp of files in which there was nothing new: duplicates, and what is no text."""
+        self.away: frozenset[Path] = frozenset()
+        """Of the last pass: folders of which nothing is deleted, because they may be disks that are not mounted."""
+        self.prune = False
+        """Delete what is missing even there, and where a path itself is missing."""
         self._reset()
 
     def _reset(self) -> None:
         self._duplicates = self._new = self._removed = self._tokens = 0
         self._tokenise_s = self._started_s = self._shown_s = 0.0
         self._done_bytes = self._total_bytes = 0
+        self._passed: Passed = Counter()
 
     def manifest(self) -> Manifest | None:
         """The table as it is, or None if there is none. Raises DamagedFile."""
@@ -145,8 +166,8 @@ class TableSync:
         known = _Known()
         for name in manifest.sources if manifest is not None else ():
             known.add(name)
-        files = list(find_files(paths, self._options.max_text_bytes))
-        if self._options.remove_missing and self._missing(known, files, paths):
+        files = list(find_files(self._present(paths), self._options.max_text_bytes))
+        if self._options.remove_missing and self._missing(known, files, paths, manifest):
             return True
         return any(
             file.kind == "chats" or file.name not in known.by_source or known.outdated(file.name, _stamp(file))
@@ -164,24 +185,33 @@ class TableSync:
             OSError: the disk is full; what was written stays, and the same call goes on from there.
         """
         self._reset()
-        files = list(find_files(paths, self._options.max_text_bytes))
+        files = list(find_files(self._present(paths), self._options.max_text_bytes, self._passed))
         self._total_bytes = sum(file.size_bytes for file in files)
         self._started_s = time.monotonic()
-        build = hashlib.sha256("\0".join(sorted(str(path.absolute()) for path in paths)).encode()).hexdigest()[:16]
+        build = hashlib.sha256(b"\0".join(sorted(os.fsencode(path.absolute()) for path in paths))).hexdigest()[:16]
         with RunBuilder(self._directory, self._fingerprint, order=self._options.order, build=build) as builder:
-            self._open(builder, build)
+            manifest = self._open(builder, build)
             if self._options.remove_missing:
-                self._delete(builder, self._missing(self._known, files, paths))
+                self._delete(builder, self._missing(self._known, files, paths, manifest))
+            self._note_mount_points(files, paths, manifest)
             begun_s = time.monotonic()
             for batch in _batches(self._new_texts(builder, files)):
                 self._add(builder, batch, progress)
             table = builder.finish(self._options.min_count, lambda share: progress(self._progress(merged_share=share)))
             index_s = time.monotonic() - begun_s - self._tokenise_s
         return SyncReport(
-            len(files), self._new, self._removed, self._duplicates, self._tokens, self._tokenise_s, index_s, table
+            files=len(files),
+            new_sources=self._new,
+            removed_sources=self._removed,
+            duplicates=self._duplicates,
+            added_tokens=self._tokens,
+            tokenise_s=self._tokenise_s,
+            index_s=index_s,
+            table=table,
+            passed_over=dict(self._passed),
         )
 
-    def _open(self, builder: RunBuilder, build: str) -> None:
+    def _open(self, builder: RunBuilder, build: str) -> Manifest:
         """Learn what is there. Of a build that was killed the last part may be half: it is done again."""
         manifest = TableDirectory(self._directory).load()
         if manifest.build == build and manifest.staged_sources:
@@ -192,28 +222,56 @@ class TableSync:
         self._known = _Known()
         for name in builder.sources - given_up:
             self._known.add(name)
+        return manifest
 
-    def _missing(self, known: _Known, files: Sequence[CorpusFile], paths: Sequence[Path]) -> list[str]:
+    def _present(self, paths: Sequence[Path]) -> list[Path]:
+        """The paths, when pruning without those that are gone but from which the table has something."""
+        manifest = self.manifest() if self.prune else None
+        sources = [SourceName.parse(name).source for name in manifest.sources] if manifest is not None else []
+
+        def is_left(path: Path) -> bool:
+            roots = _roots([path])
+            return not path.expanduser().exists() and any(_is_below(source, roots) for source in sources)
+
+        return [path for path in paths if not is_left(path)]
+
+    def _missing(
+        self, known: _Known, files: Sequence[CorpusFile], paths: Sequence[Path], manifest: Manifest | None
+    ) -> list[str]:
+        """Names of what came from the paths and is gone; what may be away is not among them."""
         here = {file.name for file in files}
-        roots = [path.expanduser().absolute() for path in paths]
-        return [
-            name
-            for source, names in known.by_source.items()
-            if source not in here and any(Path(source).is_relative_to(root) for root in roots)
-            for name in names
-        ]
+        roots = _roots(paths)
+        gone = [source for source in known.by_source if source not in here and _is_below(source, roots)]
+        mounted = manifest.mount_points if manifest is not None else ()
+        away = frozenset() if self.prune or not gone else frozenset(folders_away(gone, sorted(here), roots, mounted))
+        self.away = away
+        return [name for source in gone if not _is_below(source, away) for name in known.by_source[source]]
 
-    def _new_texts(self, builder: RunBuilder, files: Iterable[CorpusFile]) -> Iterator[tuple[str, str]]:
+    def _note_mount_points(self, files: Sequence[CorpusFile], paths: Sequence[Path], manifest: Manifest) -> None:
+        """Keep in the table which folders were disks of their own, for the day when one is away."""
+        roots = _roots(paths)
+        found = mount_points_above((file.path for file in files), roots)
+        # A folder that was pruned is an ordinary one from then on.
+        pruned = roots if self.prune else []
+        kept = (point for point in manifest.mount_points if not _is_below(point, pruned))
+        points = tuple(sorted(found.union(kept)))
+        if points != manifest.mount_points:
+            TableDirectory(self._directory).update(lambda newest: replace(newest, mount_points=points))
+
+    def _new_texts(self, builder: RunBuilder, files: Sequence[CorpusFile]) -> Iterator[tuple[str, str]]:
         """(source name, text) of what the table does not have; old forms of a source are deleted on the way."""
         counts: dict[str, int] = {}
         settled: set[str] = set()
+        chats: set[str] = set()
+        chats_whole = True
         for file in files:
             before_bytes, before_settled = self._done_bytes, len(settled)
+            before_passed = self._passed.total()
             if file.kind == "text" and self._has(file):
                 self._done_bytes += file.size_bytes
                 continue
             seen: set[str] = set()
-            for text in read_texts(file):
+            for text in read_texts(file, self._passed):
                 seen.add(text.source)
                 name = _name(file, text, counts)
                 self._done_bytes = min(before_bytes + file.size_bytes, self._done_bytes + len(text.text))
@@ -222,12 +280,15 @@ class TableSync:
                         settled.add(text.source)
                         self._delete(builder, self._known.outdated(text.source, text.stamp))
                     yield name, text.text
-            if file.kind == "chats" and seen:
-                gone = [source for source in self._known.by_source if source.startswith("chat:") and source not in seen]
-                self._delete(builder, [name for source in gone for name in self._known.by_source[source]])
+            if file.kind == "chats":
+                chats.update(seen)
+                chats_whole &= self._passed.total() == before_passed
             if file.kind == "text" and len(settled) == before_settled:
                 self._fruitless.add((file.name, _stamp(file)))
             self._done_bytes = before_bytes + file.size_bytes
+        if chats_whole and any(file.kind == "chats" for file in files):
+            gone = [source for source in self._known.by_source if source.startswith("chat:") and source not in chats]
+            self._delete(builder, [name for source in gone for name in self._known.by_source[source]])
 
     def _is_new(self, file: CorpusFile, name: str) -> bool:
         if name in self._known.names:
@@ -267,6 +328,15 @@ class TableSync:
         return SyncProgress(self._done_bytes, self._total_bytes, self._tokens, elapsed_s, merged_share)
 
 
+def _roots(paths: Sequence[Path]) -> list[Path]:
+    """The paths as the names of sources begin with them."""
+    return [Path(stored_name(absolute_path(path))) for path in paths]
+
+
+def _is_below(path: str, folders: Iterable[Path]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
 def _stamp(file: CorpusFile) -> str:
     return f"{file.size_bytes:x}.{file.mtime_ns:x}"
 
@@ -275,7 +345,7 @@ def _name(file: CorpusFile, text: CorpusText, counts: dict[str, int]) -> str:
     if file.kind == "text":
         return f"{text.source}#{text.stamp}.{xxhash.xxh3_64_hexdigest(text.text.encode())}"
     number = counts[text.source] = counts.get(text.source, -1) + 1
-    return f"{text.source}#{text.stamp}.p{number // TEXTS_PER_PART}"
+    return f"{text.source}#{text.stamp}.p{number // (PIECES_PER_PART if file.kind == 'large' else TEXTS_PER_PART)}"
 
 
 def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

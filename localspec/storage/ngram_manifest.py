@@ -69,6 +69,8 @@ class Manifest:
     deleted: frozenset[int] = frozenset()
     """Tombstones: records of these sources are not served, and go with the next merge of their run."""
     next_source: int = 1
+    mount_points: tuple[str, ...] = ()
+    """Folders that were file systems of their own when text came from them; kept for whoever fills the table."""
 
     def without_build(self) -> Manifest:
         """No build is going on: its runs answer look-ups by now, or are given up."""
@@ -177,7 +179,10 @@ def _parse(data: bytes) -> Manifest:
     sources = fields["sources"]
     numbers = (*sources.values(), *fields["deleted"], fields["next_source"])
     staged_sources = tuple(fields["staged_sources"])
-    if not all(isinstance(name, str) for name in (fields["build"], *sources, *staged_sources)) or not all(
+    # Tables of earlier versions do not name any.
+    mount_points = tuple(fields.get("mount_points", ()))
+    named = (fields["build"], *sources, *staged_sources, *mount_points)
+    if not all(isinstance(name, str) for name in named) or not all(
         type(number) is int and 0 < number <= MAX_SOURCE + 1 for number in numbers
     ):
         raise ValueError
@@ -195,6 +200,7 @@ def _parse(data: bytes) -> Manifest:
         sources=sources,
         deleted=frozenset(fields["deleted"]),
         next_source=fields["next_source"],
+        mount_points=mount_points,
     )
 
 

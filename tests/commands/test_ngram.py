@@ -98,9 +98,41 @@ def test_watch_waits_for_a_folder_that_is_away(
     invoke("build", "mine", tree)
     before, away = sources(home, "mine"), tree.with_name("away")
     monkeypatch.setattr("localspec.commands.ngram.time.sleep", lambda seconds: tree.exists() and tree.rename(away))
-    invoke("watch", "mine", tree, "--rounds", "3")
-    assert away.exists() and sources(home, "mine") == before
+    told = invoke("watch", "mine", tree, "--rounds", "3").stderr
+    assert away.exists() and sources(home, "mine") == before and told.count("nothing is left at") == 1
     assert "give paths that exist" in invoke("watch", "mine", tree, "--rounds", "1", code=1).output
+
+
+def test_watch_drops_what_an_emptied_folder_held_when_told_to(home: Path, tree: Path, invoke: Invoke) -> None:
+    invoke("build", "mine", tree)
+    before = sources(home, "mine")
+    for path in [path for path in tree.rglob("*") if path.is_file()]:
+        path.unlink()
+    told = invoke("watch", "mine", tree, "--rounds", "3", "--every", "0.05").stderr
+    assert sources(home, "mine") == before and told.count("--prune") == 1
+    invoke("watch", "mine", tree, "--rounds", "2", "--every", "0.05", "--prune")
+    assert sources(home, "mine") == set()
+
+
+def test_what_is_left_out_is_said(home: Path, tree: Path, invoke: Invoke) -> None:
+    result = invoke("build", "mine", tree)
+    assert "left out binary files (1)" in result.stderr
+    assert json.loads(invoke("add", "mine", tree, "--json").stdout)["passed_over"] == {"binary files": 1}
+
+
+def test_the_last_chat_goes_too(home: Path, tmp_path: Path, invoke: Invoke) -> None:
+    stores = [open_store(tmp_path / f"{number}.sqlite3") for number in range(2)]
+    chats = [store.create(NewChat(title="talk")) for store in stores]
+    for store, chat in zip(stores, chats, strict=True):
+        store.add(chat.id, Stored("user", f"Tell me about {chat.id}."))
+    paths = [tmp_path / f"{number}.sqlite3" for number in range(2)]
+    invoke("build", "chats", *paths)
+    assert sources(home, "chats") == {f"chat:{chat.id}" for chat in chats}
+    for store, chat in zip(stores, chats, strict=True):
+        store.delete(chat.id)
+        store.close()
+    invoke("add", "chats", *paths)
+    assert sources(home, "chats") == set()
 
 
 def test_json_lines_and_chats(home: Path, tmp_path: Path, invoke: Invoke) -> None:
