@@ -16,13 +16,12 @@ pytestmark = pytest.mark.torch
 SMALL_SHARED_TARGETS = (86, 89, 120)
 SMALL_SHARED_BYTES = 99 * 1024
 VARIANTS = (
-    Variant(),
+    Variant(following=True),
     Variant(rows=16),
     Variant(norm=True),
     Variant(rows=16, epilogue="silu_mul", norm=True),
     Variant(epilogue="residual", bias=True),
     Variant(rows=16, epilogue="residual", following=True),
-    Variant(following=True),
     Variant(rows=16, epilogue="silu_mul", prepared=True),
     Variant(format="fp8", norm=True),
     Variant(format="fp8", rows=16, group_scale=True, epilogue="silu_mul"),
