@@ -1,16 +1,25 @@
-"""The buffers behind cache specs: pages of planes and per-slot states, one allocation each, made once."""
+"""The buffers behind cache specs: pages of planes, per-slot states and rooms for snapshots of them, made once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from localspec.core.cache_spec import CacheSpec, PlaneSpec
+from localspec.core.cache_spec import CacheSpec, PlaneSpec, StateSpec
+from localspec.core.memory_budget import MAX_SNAPSHOTS
 from localspec.core.records import PAGE_TOKENS
 from localspec.core.state import Cache
 
-StateSnapshot = dict[str, torch.Tensor]
+ALIGNMENT_BYTES = 256
+
+
+class StateSnapshot(dict[str, torch.Tensor]):
+    """The states of one sequence at one moment, by `owner/name`, in a room of the pool.
+
+    The room is free again once nobody holds the snapshot, so who reads it on another stream holds it until then.
+    """
 
 
 class CachePool:
@@ -20,7 +29,13 @@ class CachePool:
     """
 
     def __init__(
-        self, specs: Iterable[CacheSpec], num_pages: int, num_slots: int, device: torch.device, cold_pages: int = 0
+        self,
+        specs: Iterable[CacheSpec],
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+        cold_pages: int = 0,
+        num_snapshots: int = MAX_SNAPSHOTS,
     ) -> None:
         """`cold_pages`: room for twice as many pages of one layer of the target, where pages from host memory land."""
         self.device = device
@@ -35,6 +50,17 @@ class CachePool:
             )
             for owner, spec in self._specs.items()
         }
+        self._rooms = torch.zeros(num_snapshots, self._room_bytes, dtype=torch.uint8, device=device)
+        self._free_rooms = list(range(num_snapshots))
+
+    @property
+    def _room_bytes(self) -> int:
+        return sum(-(-state.total_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, state in self._saved())
+
+    def _saved(self) -> Iterator[tuple[str, StateSpec]]:
+        """What a snapshot holds: record rings are left out."""
+        for owner, spec in self._specs.items():
+            yield from ((f"{owner}/{state.name}", state) for state in spec.states if not state.ring_rows)
 
     def _planes(self, spec: CacheSpec, num_pages: int, landing_pages: int) -> dict[str, torch.Tensor]:
         """A buffer for each plane; with a landing ground, one for all keys and one for all values, each ending in it.
@@ -81,14 +107,31 @@ class CachePool:
             for state in cache.states.values():
                 state[slot].zero_()
 
-    def save_states(self, slot: int) -> StateSnapshot:
-        """A copy of every folded state of a slot; record rings are left out."""
-        return {
-            f"{owner}/{state.name}": self._caches[owner].states[state.name][slot].clone()
-            for owner, spec in self._specs.items()
-            for state in spec.states
-            if not state.ring_rows
-        }
+    def room(self, give_up: Callable[[], bool]) -> StateSnapshot | None:
+        """Room for a snapshot, its values undefined; None if all is held.
+
+        give_up: lets go of a snapshot that is only kept, False when there is none left. On the decode thread.
+        """
+        while not self._free_rooms and give_up():
+            pass
+        if not self._free_rooms:
+            return None
+        number = self._free_rooms.pop()
+        snapshot, offset = StateSnapshot(), 0
+        for key, state in self._saved():
+            part = self._rooms[number, offset : offset + state.total_bytes]
+            snapshot[key] = part.view(getattr(torch, state.dtype)).view(state.shape)
+            offset += -(-state.total_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        weakref.finalize(snapshot, self._free_rooms.append, number).atexit = False
+        return snapshot
+
+    def save_states(self, slot: int, give_up: Callable[[], bool]) -> StateSnapshot | None:
+        """A copy of every folded state of a slot, or None where there is no room for it, see `room`."""
+        snapshot = self.room(give_up)
+        for key, value in (snapshot or {}).items():
+            owner, name = key.split("/", 1)
+            value.copy_(self._caches[owner].states[name][slot])
+        return snapshot
 
     def restore_states(self, slot: int, snapshot: StateSnapshot) -> None:
         """Put a snapshot back; record rings start empty."""

@@ -143,6 +143,14 @@ class PrefixTree:
         self._trim_snapshots(keep=node)
         return True
 
+    def give_up_snapshot(self) -> bool:
+        """Drop the snapshot that was not used for longest; False if there is none."""
+        oldest = min((node for node in self._nodes() if node.snapshots), key=lambda node: node.last_used, default=None)
+        if oldest is None:
+            return False
+        self._drop_snapshot(oldest.snapshots.pop(min(oldest.snapshots)))
+        return True
+
     def evict(self, count: int) -> int:
         """Free up to `count` pages that only the tree holds, least recently used leaves first. Returns how many."""
         if count <= 0:

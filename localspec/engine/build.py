@@ -207,7 +207,7 @@ def assemble(
     specs = [model.cache_spec, *(drafter.cache_spec for drafter in drafters.values())]
     layout = split(model, ops, specs, limit, options.memory_limit_bytes, options.resident_tokens)
     memory = layout.memory
-    pool = CachePool(specs, memory.num_pages, MAX_SLOTS, ops.device, layout.cold_pages)
+    pool = CachePool(specs, memory.num_pages, MAX_SLOTS, ops.device, layout.cold_pages, memory.num_snapshots)
     runner = Runner(model, ops, pool, limit, union_of_needs(drafters))
     if layout.cold_pages:
         table_pages = runner.state.block_tables.shape[1]

@@ -10,9 +10,11 @@ import logging
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -85,8 +87,8 @@ class Ticket:
     clock: RequestClock = field(default_factory=RequestClock)
     sequence: Sequence | None = None
     cancelled: bool = False
-    states: list[tuple[int, StateSnapshot]] = field(default_factory=list)
-    """Taken of this request so far, by number of tokens."""
+    states: list[tuple[int, Callable[[], StateSnapshot | None]]] = field(default_factory=list)
+    """Taken of this request so far, by number of tokens; None once the prefix tree, which holds them, had no room."""
 
     @property
     def failure(self) -> EngineError | None:
@@ -225,7 +227,7 @@ class DecodeLoop:
         if admission.copy_from_page is not None:
             runner.pool.copy_page(admission.copy_from_page, admission.pages[len(match.pages)])
         snapshot = match.snapshot
-        assert snapshot is None or isinstance(snapshot, dict)
+        assert snapshot is None or isinstance(snapshot, StateSnapshot)
         pages = list(admission.pages)
         runner.admit(sequence.slot, sequence.request, pages, snapshot, admission.num_ring, admission.goes_on)
         self._device.admit(sequence.slot, sequence.request)
@@ -306,16 +308,18 @@ class DecodeLoop:
         prefilling = sequence.stage is Stage.PREFILL
         if not sequence.outgrown:
             self.stages.drafters.leave(sequence.slot, sequence.length_bound_tokens, runner.state)
-        snapshot = runner.save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
+        snapshot = self._save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
         slot = sequence.slot
         ids = sequence.known_ids[: sequence.prefilled_tokens] if prefilling else sequence.known_ids[:-1]
         scheduler.retire(sequence, keep=True)
-        states = self._tickets[sequence.id].states
+        states = [
+            (tokens, state) for tokens, kept in self._tickets[sequence.id].states if (state := kept()) is not None
+        ]
         if snapshot is not None:
             scheduler.prefix.add_snapshot(ids, snapshot, sequence.request.cache_salt)
             states.append((len(ids), snapshot))
         if sequence.outgrown:
-            scheduler.park_states([*states])
+            scheduler.park_states(list(states))
         runner.release(slot)
         self.tiers.retired(sequence, ids, states)
 
@@ -324,9 +328,15 @@ class DecodeLoop:
         ids = request.prompt_ids[:num_tokens]
         scheduler.remember(sequence, ids)
         if scheduler.needs_state:
-            snapshot: StateSnapshot = self.stages.runner.save_states(sequence.slot)
-            scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
-            self._tickets[sequence.id].states.append((len(ids), snapshot))
+            snapshot = self._save_states(sequence.slot)
+            if snapshot is not None:
+                scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
+                # What the tree cannot hold is kept with the sequence, of which there is one at a time.
+                kept = partial(_itself, snapshot) if sequence.outgrown else weakref.ref(snapshot)
+                self._tickets[sequence.id].states.append((len(ids), kept))
+
+    def _save_states(self, slot: int) -> StateSnapshot | None:
+        return self.stages.runner.save_states(slot, self._scheduler.prefix.give_up_snapshot)
 
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
         ticket = self._tickets.pop(sequence.id, None)
@@ -381,3 +391,7 @@ class DecodeLoop:
         if error is not None:
             self._scheduler.clear()
             self.tiers.reset()
+
+
+def _itself(snapshot: StateSnapshot) -> StateSnapshot | None:
+    return snapshot

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ class BlockBytes:
 
     def __init__(self, specs: Sequence[CacheSpec], pool: CachePool, device: torch.device) -> None:
         self._device = device
+        self._pool = pool
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._planes: list[Tensor] = []  # each [num_pages * PAGE_TOKENS * row bytes] uint8, a view of the plane
         self._row_bytes: list[int] = []
@@ -59,6 +60,10 @@ class BlockBytes:
     def state_bytes(self) -> int:
         """Bytes of one snapshot; 0 where nothing has a state."""
         return sum(size for _, _, _, size in self._states)
+
+    def room(self, give_up: Callable[[], bool]) -> StateSnapshot | None:
+        """See `CachePool.room`."""
+        return self._pool.room(give_up)
 
     def moment(self) -> Any:
         """A mark after all that was started on the device's main stream so far; None on a CPU."""
@@ -115,19 +120,14 @@ class BlockBytes:
                 offset += size
         self._wait()
 
-    def load_state(self, source: Tensor) -> StateSnapshot:
-        """A snapshot on the device from [state_bytes] uint8."""
-        snapshot: StateSnapshot = {}
+    def load_state(self, source: Tensor, room: StateSnapshot) -> None:
+        """Fill the room of a snapshot from [state_bytes] uint8, once whoever had it before has read it."""
         offset = 0
-        # Made on the stream that will read and free them; what it did with their memory before must be over.
-        values = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype, _ in self._states]
         with self._side_stream(self.moment()):
-            for (key, _, _, size), value in zip(self._states, values, strict=True):
-                self._copy(value.view(-1).view(torch.uint8), source[offset : offset + size])
-                snapshot[key] = value
+            for key, _, _, size in self._states:
+                self._copy(room[key].view(-1).view(torch.uint8), source[offset : offset + size])
                 offset += size
         self._wait()
-        return snapshot
 
     def _runs(
         self, pages: Sequence[int], begin: int, end: int, stored_bytes: int | None = None

@@ -77,12 +77,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages of a prefix that is being restored; the first `held_tokens` were in the tree."""
+    """Pages of a prefix that is being restored, and room for its state; the first `held_tokens` were in the tree."""
 
     numbers: list[int]
     held_tokens: int
     epoch: int
     since: Any
+    room: StateSnapshot | None
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,9 @@ class Restorer:
         ids = wish.token_ids[: found.num_tokens]
         if scheduler.prefix.match(ids, scheduler.needs_state, wish.salt).total_tokens == len(ids):
             return None
+        room = self._copies.room(scheduler.prefix.give_up_snapshot) if found.state is not None else None
+        if room is None and found.state is not None:
+            return None
         match = scheduler.prefix.match(ids, False, wish.salt)
         held = list(match.pages)
         scheduler.pool.retain(held)
@@ -226,7 +230,7 @@ class Restorer:
             scheduler.pool.release(held)
             return None
         fresh = scheduler.pool.allocate(wanted, after=held[-1] if held else None)
-        return _Pages([*held, *fresh], len(held) * PAGE_TOKENS, self.epoch, self._copies.moment())
+        return _Pages([*held, *fresh], len(held) * PAGE_TOKENS, self.epoch, self._copies.moment(), room)
 
     def _give_pages(
         self, found: Found, wish: Wish, pages: _Pages, snapshot: StateSnapshot | None, complete: bool
@@ -259,7 +263,9 @@ class Restorer:
                 payload = self._landed(current)
                 started_s = time.perf_counter()
                 if current.block.kind == STATE:
-                    snapshot = self._copies.load_state(payload)
+                    assert pages.room is not None
+                    self._copies.load_state(payload, pages.room)
+                    snapshot = pages.room
                 else:
                     placing.append((self._place(payload, current.block, found, pages), current))
                     # One block is copied to the device while the next is waited for and checked.

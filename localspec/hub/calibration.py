@@ -125,7 +125,7 @@ class TextModel:
             checkpoint.close()
         num_pages = 2 + WINDOW_TOKENS // PAGE_TOKENS
         self._pages = list(range(1, num_pages))
-        pool = CachePool([model.cache_spec], num_pages, MAX_SLOTS, ops.device)
+        pool = CachePool([model.cache_spec], num_pages, MAX_SLOTS, ops.device, num_snapshots=0)
         self._runner = Runner(model, cast(Ops, self._observer), pool, WINDOW_TOKENS, HiddenNeeds())
 
     @torch.inference_mode()

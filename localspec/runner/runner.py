@@ -5,7 +5,7 @@ One verify path for every width, zero drafts included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -151,10 +151,10 @@ class Runner:
         return VerifyOutput(rows, forward, self.model.logits(forward.hidden))
 
     @torch.inference_mode()
-    def save_states(self, slot: int) -> StateSnapshot:
-        """Fold what is pending, then copy the states of a slot."""
+    def save_states(self, slot: int, give_up: Callable[[], bool]) -> StateSnapshot | None:
+        """Fold what is pending, then copy the states of a slot, if there is room: see `CachePool.room`."""
         self.fold()
-        return self.pool.save_states(slot)
+        return self.pool.save_states(slot, give_up)
 
     @torch.inference_mode()
     def fold(self) -> None:

@@ -124,3 +124,17 @@ def test_a_hit_is_always_what_was_written(conversations: list[tuple[int, int, in
         known.append(prompt)
         again = written.tree.match(prompt, needs_state=False)
         assert again.total_tokens == len(prompt) and written.text(again) == prompt
+
+
+def test_the_oldest_snapshot_is_given_up_first() -> None:
+    written = Written()
+    long, short = tuple(range(PAGE_TOKENS + 3)), tuple(range(500, 510))
+    for tokens in (long, short):
+        written.put(tokens)
+        written.tree.add_snapshot(tokens, f"after {len(tokens)}")
+    written.tree.add_snapshot(long[:PAGE_TOKENS], "whole page")
+    written.tree.match(short, True)
+    assert written.tree.give_up_snapshot() and written.tree.give_up_snapshot()
+    assert written.tree.match((*short, 1), True).snapshot == f"after {len(short)}"
+    assert written.tree.give_up_snapshot() and not written.tree.give_up_snapshot()
+    assert sorted(map(str, written.dropped)) == sorted([f"after {len(long)}", "whole page", f"after {len(short)}"])

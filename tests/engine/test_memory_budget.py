@@ -72,7 +72,7 @@ def test_what_is_laid_out_fits_what_there_is(
         _free(monkeypatch, mib)
         limit = context_limit(model, on_a_card, None, None)
         layout = lay_out(model, on_a_card, [model.cache_spec], limit, None)
-        assert layout.budget is not None and layout.budget.demand.weights == 100 * MIB
+        assert layout.budget is not None and layout.budget.demand.weights == 120 * MIB
         assert sum(layout.parts.values()) <= (mib + 120) * MIB + CUDA_CONTEXT_BYTES
         pages = layout.num_pages * 64 * model.cache_spec.bytes_per_token
         assert layout.parts["kv"] == pages
