@@ -102,16 +102,22 @@ def context_limit(model: Model, ops: Ops, context_tokens: int | None, limit_byte
 
 
 def lay_out(
-    model: Model, ops: Ops, specs: Sequence[CacheSpec], context_tokens: int, limit_bytes: int | None
+    model: Model,
+    ops: Ops,
+    specs: Sequence[CacheSpec],
+    context_tokens: int,
+    limit_bytes: int | None,
+    beside_bytes: int = 0,
 ) -> MemoryLayout:
-    """Pages and snapshots for a context that was settled. Raises ValueError, or EngineError for a card, if it does not
-    fit."""
+    """Pages and snapshots for a context that was settled, with `beside_bytes` of the card left to the caller. Raises
+    ValueError, or EngineError for a card, if it does not fit."""
     if ops.device.type != "cuda":
         return _lay_out_host(model, specs, context_tokens)
     torch.cuda.empty_cache()
-    _keep_within(ops.device, limit_bytes)
+    available = available_bytes(ops.device, limit_bytes)
+    _keep_within(ops.device, available)
     demand = _demand(model, ops, specs)
-    budget = plan_memory(demand, available_bytes(ops.device, limit_bytes), context_tokens, WANTED_CONTEXTS)
+    budget = plan_memory(demand, available - beside_bytes, context_tokens, WANTED_CONTEXTS)
     if not budget.context_tokens:
         raise _does_not_fit(budget, context_tokens)
     log.info("memory: %s", budget.told())
@@ -124,12 +130,11 @@ def available_bytes(device: torch.device, limit_bytes: int | None) -> int:
     return free_bytes if limit_bytes is None else min(free_bytes, limit_bytes)
 
 
-def _keep_within(device: torch.device, limit_bytes: int | None) -> None:
-    """PyTorch keeps what was freed as long as the card has more; at a limit it gives such memory back first."""
-    share = 1.0
-    if limit_bytes is not None:
-        total_bytes = torch.cuda.mem_get_info(device)[1]
-        share = min(1.0, max(0, limit_bytes - CUDA_CONTEXT_BYTES - GRAPHS_BYTES) / total_bytes)
+def _keep_within(device: torch.device, available: int) -> None:
+    """PyTorch keeps what was freed as long as the card has more; at a limit it gives such memory back first. What
+    captured steps take is not its, and must be there when they are captured."""
+    total_bytes = torch.cuda.mem_get_info(device)[1]
+    share = min(1.0, max(0, available - CUDA_CONTEXT_BYTES - GRAPHS_BYTES) / total_bytes)
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 

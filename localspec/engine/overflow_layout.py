@@ -13,7 +13,7 @@ from localspec.cache.cold import ColdPages
 from localspec.cache.pool import CachePool
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import MAX_ROWS, PAGE_TOKENS
-from localspec.engine.memory_budget import MemoryLayout, available_bytes, context_limit, lay_out
+from localspec.engine.memory_budget import MemoryLayout, context_limit, lay_out
 from localspec.engine.tier_memory import PIECE_BYTES, host_memory_for
 from localspec.kernels.ops import Ops
 from localspec.models import Model
@@ -53,9 +53,8 @@ def split(
     num_layers = max(1, len(target.planes) // 2)
     wanted_pages = -(-(context_tokens + MAX_ROWS) // PAGE_TOKENS)
     page_bytes = PAGE_TOKENS * target.bytes_per_token
-    available = available_bytes(ops.device, limit_bytes) if ops.device.type == "cuda" else None
     landing_bytes = 2 * wanted_pages * page_bytes // num_layers
-    memory = lay_out(model, ops, specs, resident_tokens, available - landing_bytes if available is not None else None)
+    memory = lay_out(model, ops, specs, resident_tokens, limit_bytes, landing_bytes)
     cold_pages = wanted_pages - (memory.num_pages - 1 - memory.num_pages // SHARE_FOR_OTHERS)
     free_bytes = psutil.virtual_memory().available
     if cold_pages * page_bytes > free_bytes * HOST_SHARE:

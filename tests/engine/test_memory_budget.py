@@ -88,7 +88,10 @@ def test_pytorch_stays_within_a_limit(on_a_card: ReferenceOps, tmp_path: Path) -
     lay_out(model, on_a_card, [model.cache_spec], 256, 2048 * MIB)
     assert SHARES[-1] * (1 << 40) == (2048 * MIB - CUDA_CONTEXT_BYTES - GRAPHS_BYTES)
     lay_out(model, on_a_card, [model.cache_spec], 256, None)
-    assert SHARES[-1] == 1.0
+    assert SHARES[-1] * (1 << 40) == (4096 + 120) * MIB - GRAPHS_BYTES, "captured steps find room"
+    beside = lay_out(model, on_a_card, [model.cache_spec], 256, 1300 * MIB, 100 * MIB)
+    alone = lay_out(model, on_a_card, [model.cache_spec], 256, 1200 * MIB)
+    assert beside.parts == alone.parts
 
 
 def test_a_cpu_gives_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
