@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import re
 import sys
 import time
@@ -93,6 +94,8 @@ def watch(
 ) -> None:
     """Keep table NAME in step with the files at PATHS until Ctrl-C. What may only be away, as files of a disk that is
     not mounted, stays in the table until --prune."""
+    if not math.isfinite(every_s):
+        fail(f"--every {every_s} is no number of seconds; give one such as 5", EXIT_WRONG_USE)
     with _explained(name):
         watching = _Watching(name, paths, _existing(name, model, remove_missing=True))
         watching.sync.prune = prune
@@ -115,9 +118,13 @@ def ls(as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
+    if not rows:
+        click.echo("no tables yet; make one with: localspec ngram build NAME PATH", err=True)
     for row in rows:
         fits = ", ".join(row["models"]) or "no installed model"
         state = row["problem"] or f"{row['tokens']:>12,} tokens  {gib(row['size_bytes']):>10}  for {fits}"
+        if row["unfinished_tokens"]:
+            state += f"  unfinished: {row['unfinished_tokens']:,} tokens wait for the same command again"
         click.echo(f"{row['name']:24} {state}")
 
 
@@ -234,7 +241,7 @@ def _explained(name: str) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         again = "free space and run the same command again: it goes on from there" if full else "mend its permissions"
         code = EXIT_MACHINE_CANNOT if full else EXIT_FAILED
-        fail(f"the table {name} cannot be written ({error.strerror}); {again}", code)
+        fail(f"the table {name} cannot be written ({error.strerror or error}); {again}", code)
 
 
 def _place(name: str) -> Path:

@@ -155,7 +155,7 @@ def test_json_lines_and_chats(home: Path, tmp_path: Path, invoke: Invoke) -> Non
 
 
 def test_ls_and_stats_say_which_model_a_table_fits(home: Path, tree: Path, invoke: Invoke) -> None:
-    assert json.loads(invoke("ls", "--json").stdout) == []
+    assert json.loads(invoke("ls", "--json").stdout) == [] and "ngram build" in invoke("ls").stderr
     invoke("build", "mine", tree)
     [row] = json.loads(invoke("ls", "--json").stdout)
     assert row["name"] == "mine" and row["models"] == ["tiny"] and row["sources"] == 3 and row["tokens"] > 60
@@ -185,6 +185,9 @@ def test_wrong_use_is_explained(home: Path, tree: Path, invoke: Invoke) -> None:
     table = TableDirectory(home / "ngram" / "mine")
     with table.builder_lock():
         assert "another process" in invoke("add", "mine", tree, code=1).stderr
+    assert "seconds" in invoke("watch", "mine", tree, "--every", "nan", code=2).stderr
+    (home / "ngram" / "link").symlink_to(tree)
+    assert "not a link" in invoke("build", "link", tree, code=1).stderr
     (home / "ngram" / "mine" / "manifest").write_bytes(b"0123456789abcdef\n{}")
     assert "damaged" in invoke("stats", "mine", code=1).stderr
     assert "damaged" in invoke("ls").stdout
