@@ -197,7 +197,9 @@ def test_a_context_that_does_not_fit_is_split(tmp_path: Path, monkeypatch: pytes
     machine = Machine("llama", tmp_path)
     lay_out = overflow_layout.lay_out
 
-    def small(model: Model, ops: Ops, specs: list[CacheSpec], tokens: int, limit: int | None) -> MemoryLayout:
+    def small(
+        model: Model, ops: Ops, specs: list[CacheSpec], tokens: int, limit: int | None, beside: int = 0
+    ) -> MemoryLayout:
         if tokens > 512:
             raise ValueError("a context of that size does not fit")
         return lay_out(model, ops, specs, tokens, limit)
