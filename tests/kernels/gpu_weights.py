@@ -17,6 +17,7 @@ from localspec.kernels.nvfp4_pack import PackedNvfp4, pack_small_m, quantise_nvf
 from localspec.kernels.ops import Epilogue, Norm
 from localspec.kernels.packed_reference import packed_linear, packed_weight
 from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
+from localspec.kernels.triton.tilings import TILE_ROWS, tiling_for
 from localspec.kernels.triton.unpack_weights import unpack_bfloat16
 
 pytestmark = pytest.mark.gpu
@@ -146,10 +147,15 @@ def test_overlapping_chain_has_the_bits_of_a_plain_one(rows: int) -> None:
             stream_linear(middle, packs[3], Fusion(None, "residual", stream), space, stream)
         return stream
 
-    # Without room for two kernels the launches do not overlap; the blocks, and so the bits, stay the same.
+    # A card said to have room for more blocks than a launch gives it gets launches that do not overlap (tilings.py).
+    # Blocks, and so bits, are the same; half of the room would be one block for each multiprocessor, and other sums.
     apart = dataclasses.replace(
-        workspace, shared_bytes_per_multiprocessor=workspace.shared_bytes_per_multiprocessor // 2
+        workspace, shared_bytes_per_multiprocessor=2 * workspace.shared_bytes_per_multiprocessor
     )
+    here, there = (
+        tiling_for(TILE_ROWS, True, space.shared_bytes_per_multiprocessor, space.modern) for space in (workspace, apart)
+    )
+    assert not there.dependent_launch and there.blocks_per_multiprocessor == here.blocks_per_multiprocessor
     wanted = chain(apart)
     assert torch.isfinite(wanted).all()
     for _ in range(10):
