@@ -39,7 +39,7 @@ class BuildReport:
     """Run files written by this builder, merges included."""
     damaged_pages: int
     damaged_runs: int
-    """Found unusable while merging; what they held is not in the table any more."""
+    """Gone, or found unusable while merging; what they held is not in the table any more."""
 
 
 class RunBuilder:
@@ -247,13 +247,14 @@ class RunBuilder:
     def report(self) -> BuildReport:
         """The table as it is now, and what this builder wrote."""
         runs = self._manifest.runs
+        sizes_bytes = [_size_bytes(self._table.path / entry.file_name) for entry in runs]
         return BuildReport(
             tokens=sum(entry.token_count for entry in runs),
             records=sum(entry.record_count for entry in runs),
-            table_bytes=sum((self._table.path / entry.file_name).stat().st_size for entry in runs),
+            table_bytes=sum(size for size in sizes_bytes if size is not None),
             written_bytes=self._written_bytes,
             damaged_pages=self._damaged_pages,
-            damaged_runs=self._damaged_runs,
+            damaged_runs=self._damaged_runs + sizes_bytes.count(None),
         )
 
     def _merge(self, entries: tuple[RunEntry, ...], min_count: int, progress: Progress | None, *, serve: bool) -> None:
@@ -288,6 +289,13 @@ class RunBuilder:
         except (DamagedFile, FileNotFoundError):
             self._damaged_runs += 1
             return None
+
+
+def _size_bytes(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _joined_sources(entries: Sequence[RunEntry], deleted: frozenset[int]) -> frozenset[int] | None:

@@ -317,6 +317,19 @@ def test_merge_skips_damaged_pages_and_says_so(tmp_path: Path, documents: list[T
     assert check_serves_only_truth(directory, Occurrences(documents), documents) > 50
 
 
+def test_a_run_that_was_removed_by_hand_is_counted_and_harms_nothing(tmp_path: Path, documents: list[Tokens]) -> None:
+    directory = tmp_path / "t"
+    for number in range(2):
+        with RunBuilder(directory, TOKENIZER) as builder:
+            builder.add(f"chat {number}", documents[number])
+            whole = builder.finish()
+    next(iter(directory.glob("*.ngr"))).unlink()
+    with RunBuilder(directory, TOKENIZER) as builder:
+        builder.add("chat 2", documents[2])
+        report = builder.finish()
+    assert report.damaged_runs == 1 and report.table_bytes < whole.table_bytes + report.written_bytes
+
+
 def test_merge_in_little_memory_equals_merge_in_much(tmp_path: Path, documents: list[Tokens]) -> None:
     directory = tmp_path / "t"
     with RunBuilder(directory, TOKENIZER, build="b", chunk_tokens=2000) as builder:
