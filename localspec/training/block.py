@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from localspec.drafters._block_shape import BlockConfig, BlockShape, read_block_shape
+from localspec.drafters._block_shape import BlockConfig, read_block_shape
 from localspec.drafters.dspark import read_head_shape
 from localspec.training.answers import Batch
+from localspec.training.block_net import BlockModule, look_back
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, Loss, Teacher, soft_loss, start_from_target
-from localspec.training.parts import (
-    START_DEVIATION,
-    GatedMlp,
-    Matrix,
-    RmsNorm,
-    ScaledMatrix,
-    attend,
-    in_heads,
-    initialise,
-    rotate,
-)
+from localspec.training.parts import START_DEVIATION, attend, in_heads, initialise, rotate
 from localspec.training.target import Hiddens, Target
 
 START_SCALE = 0.25
@@ -41,63 +32,6 @@ CONFIDENCE_WEIGHT = 0.1
 KNOWN_HEAD = ("vanilla", True)
 MEASURED_BLOCKS = 64
 """Places of each sequence that are measured in one pass."""
-
-
-class _Attention(nn.Module):
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        hidden = shape.hidden_size
-        self.q_proj, self.k_proj, self.v_proj = Matrix(query, hidden), Matrix(key, hidden), Matrix(key, hidden)
-        self.o_proj = Matrix(hidden, query)
-        self.q_norm, self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps), RmsNorm(shape.head_dim, shape.norm_eps)
-
-
-class _Layer(nn.Module):
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        self.input_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
-        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = _Attention(shape)
-        self.mlp = GatedMlp(shape.hidden_size, shape.intermediate_size)
-
-
-class _MarkovHead(nn.Module):
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1, self.markov_w2 = Matrix(vocab_size, rank), Matrix(draft_vocab_size, rank)
-
-
-class _Projection(nn.Module):
-    """A plain projection with a bias, which is never rounded."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(1, columns)), nn.Parameter(torch.zeros(1))
-
-
-class _ConfidenceHead(nn.Module):
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.proj = _Projection(columns)
-
-
-class BlockModule(nn.Module):
-    """Parameters under the names of the layout. rank 0: DFlash."""
-
-    def __init__(self, shape: BlockShape, vocabulary: DraftVocabulary, rank: int) -> None:
-        super().__init__()
-        hidden = shape.hidden_size
-        self.fc = ScaledMatrix(hidden, len(shape.layer_outputs) * shape.target_hidden_size)
-        self.hidden_norm, self.norm = RmsNorm(hidden, shape.norm_eps), RmsNorm(hidden, shape.norm_eps)
-        self.layers = nn.ModuleList([_Layer(shape) for _ in shape.layers])
-        self.lm_head = Matrix(vocabulary.size, hidden)
-        if rank:
-            self.markov_head = _MarkovHead(vocabulary.vocab_size, vocabulary.size, rank)
-            self.confidence_head = _ConfidenceHead(hidden + rank)
 
 
 @dataclass(frozen=True)
@@ -155,7 +89,7 @@ class TrainableBlock:
         ids = torch.where(offsets == 0, newest, shape.mask_token_id).flatten(1)
         visible = self._visible(anchors, places, offsets)
         x = self._target.embed(ids).to(context.dtype) * shape.embedding_scale
-        for layer in (cast(_Layer, each) for each in net.layers):
+        for layer in (net.layer(index) for index in range(len(net.layers))):
             part = layer.self_attn
             normed = layer.input_layernorm.norm(x)
             joined = torch.cat([context, normed], dim=1)
@@ -237,8 +171,17 @@ class TrainableBlock:
 
     def fit_inputs(self, hiddens: Hiddens) -> None:
         """See `TrainableDrafter.fit_inputs`."""
+        net, shape, target = self.net, self.shape, self._target
         # The first token of a text gathers attention and is far larger than all others.
-        self.net.fc.fit_inputs(hiddens.taps[:, 1:])
+        net.fc.fit_inputs(hiddens.taps[:, 1:])
+        if net.fc.filled:
+            return
+        taps = hiddens.taps[:, 1:].flatten(0, 1)
+        with torch.no_grad():
+            context = net.hidden_norm.norm(net.fc.multiply(taps[taps.abs().sum(dim=1) > 0].float()))
+        ids = torch.arange(target.vocab_size) if self.vocabulary.ids is None else self.vocabulary.ids
+        mask = torch.tensor([shape.mask_token_id], device=target.device)
+        look_back(net, shape, context, target.embed(ids.to(target.device)).float(), target.embed(mask).float())
 
     @torch.no_grad()
     def matches(self, batch: Batch, hiddens: Hiddens, depth: int) -> Tensor:
