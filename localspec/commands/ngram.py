@@ -65,6 +65,8 @@ def build(name: str, paths: tuple[Path, ...], model: str | None, min_count: int,
         if manifest is not None and manifest.runs:
             fail(f"the table {name} exists; add to it with: localspec ngram add {name} PATH", EXIT_WRONG_USE)
         _show(name, sync.run(paths, ProgressLines(name)), as_json)
+        if not as_json:
+            click.echo(f"{name}: engines draft from it from their next start on", err=True)
 
 
 @ngram.command()

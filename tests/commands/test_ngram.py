@@ -116,7 +116,7 @@ def test_watch_drops_what_an_emptied_folder_held_when_told_to(home: Path, tree: 
 
 def test_what_is_left_out_is_said(home: Path, tree: Path, invoke: Invoke) -> None:
     result = invoke("build", "mine", tree)
-    assert "left out binary files (1)" in result.stderr
+    assert "left out binary files (1)" in result.stderr and "next start" in result.stderr
     assert json.loads(invoke("add", "mine", tree, "--json").stdout)["passed_over"] == {"binary files": 1}
 
 
