@@ -21,6 +21,10 @@ SEQUENCE_ID = 1 << 40
 WIDEST_DRAFTER = "ngram"
 """It reaches the widest window, and needs no weights."""
 LAWS = (Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.95))
+WIDEST_LAW = Sampling(
+    temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logit_bias=((0, 0.5),)
+)
+LOGPROBS = 20
 
 
 def warm_up(stages: Stages, limit: int, chunk: int) -> float:
@@ -47,6 +51,7 @@ def warm_up(stages: Stages, limit: int, chunk: int) -> float:
             if stages.drafters.knows(WIDEST_DRAFTER):
                 depth = min(MAX_ROWS - 1, stages.drafters.max_depth(WIDEST_DRAFTER))
                 _step(stages, WIDEST_DRAFTER, depth, length, LAWS[-1])
+                _step(stages, WIDEST_DRAFTER, depth, length, WIDEST_LAW, LOGPROBS)
             if runner.ops.device.type == "cuda":
                 torch.cuda.synchronize(runner.ops.device)
     except torch.OutOfMemoryError as error:
@@ -61,7 +66,7 @@ def warm_up(stages: Stages, limit: int, chunk: int) -> float:
     return seconds
 
 
-def _step(stages: Stages, drafter: str, depth: int, length: int, law: Sampling) -> None:
-    needs = StepNeeds(ProcessorPlan.for_requests([law], stages.runner.model.vocab_size))
+def _step(stages: Stages, drafter: str, depth: int, length: int, law: Sampling, logprobs: int | None = None) -> None:
+    needs = StepNeeds(ProcessorPlan.for_requests([law], stages.runner.model.vocab_size), logprobs)
     plan = VerifyPlan((SlotPlan(0, SEQUENCE_ID, drafter, depth, length),))
     stages.device.verify(plan, stages.device.propose(plan, needs), needs)

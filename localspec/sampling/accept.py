@@ -20,9 +20,11 @@ from localspec.kernels.ops import Settled, SlotCounters, Window
 from localspec.kernels.reference_settle import settle as settle_reference
 from localspec.sampling.candidates import RowParameters
 from localspec.sampling.noise import row_keys
-from localspec.sampling.processors import Law, ProcessorPlan, adjust, greedy_law, law
+from localspec.sampling.processors import ProcessorPlan, adjust, greedy_law, law
 from localspec.sampling.thinking import ThinkingState, commit, forced_rows
 
+MOST_VALUES = 1 << 20
+"""Of rows that are put in order at once: four of 248,000 tokens, some 80 MB of scratch."""
 Settle = Callable[[Window, SlotCounters], Settled]
 
 
@@ -61,7 +63,7 @@ def accept(
     plan = plan or ProcessorPlan.general(logits.shape[1])
     rules = rules or RowRules()
     adjusted = adjust(logits, rows, draft, state.sampling, plan, rules.allowed)
-    drawn_law, drawn = _draw(adjusted, rows, state, plan)
+    drawn, log_probabilities = _draw(adjusted, rows, state, plan, logprobs is not None)
     if rules.forced is not None:
         drawn = torch.where(rules.forced >= 0, rules.forced, drawn)
     if thinking is not None:
@@ -84,20 +86,35 @@ def accept(
     )
     if thinking is not None:
         commit(thinking, result, state)
-    if logprobs is None:
+    if logprobs is None or log_probabilities is None:
         return result
-    return _with_logprobs(result, drawn_law.log_probabilities(adjusted), rows, logprobs)
+    return _with_logprobs(result, log_probabilities, rows, logprobs)
 
 
-def _draw(adjusted: Tensor, rows: Rows, state: SequenceState, plan: ProcessorPlan) -> tuple[Law, Tensor]:
-    """The law of each row and its token [R] int64."""
+def _draw(
+    adjusted: Tensor, rows: Rows, state: SequenceState, plan: ProcessorPlan, logged: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The token of each row [R] int64 and, if asked for, the log-probabilities of its law [R, V] float32.
+
+    A few rows at a time where each needs the whole vocabulary in order, so that the scratch of 16 rows stays small.
+    """
     if not plan.sampled:
         found = greedy_law(adjusted)
-        return found, found.greedy
+        return found.greedy, found.log_probabilities(adjusted) if logged else None
     slots = rows.slots.clamp(min=0)
-    found = law(adjusted, RowParameters.gather(state.sampling, slots), plan)
     # A row at position p draws the token of position p + 1.
-    return found, found.draw(row_keys(state.sampling.seeds[slots], rows.positions + 1))
+    keys = row_keys(state.sampling.seeds[slots], rows.positions + 1)
+    num_rows, vocab_size = adjusted.shape
+    at_once = max(1, MOST_VALUES // vocab_size) if plan.is_wide else num_rows
+    drawn = []
+    log_probabilities = torch.empty_like(adjusted) if logged else None
+    for first in range(0, num_rows, at_once):
+        part = slice(first, first + at_once)
+        found = law(adjusted[part], RowParameters.gather(state.sampling, slots[part]), plan)
+        drawn.append(found.draw(keys[part]))
+        if log_probabilities is not None:
+            log_probabilities[part] = found.log_probabilities(adjusted[part])
+    return torch.cat(drawn), log_probabilities
 
 
 def _with_logprobs(result: StepResult, log_probabilities: Tensor, rows: Rows, count: int) -> StepResult:

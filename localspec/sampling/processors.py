@@ -59,6 +59,11 @@ class ProcessorPlan:
             num_candidates=(min(FEW_CANDIDATES, vocab_size) if few else vocab_size) if ordered else 0,
         )
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether some row needs the mass or the order of the whole vocabulary."""
+        return self.sampled and (self.min_p or self.num_candidates > FEW_CANDIDATES)
+
     @classmethod
     def general(cls, vocab_size: int) -> ProcessorPlan:
         """The plan that covers every request."""

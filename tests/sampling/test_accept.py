@@ -246,7 +246,12 @@ def test_a_draft_without_a_row_of_its_own_is_not_accepted() -> None:
     assert result.num_accepted.tolist() == [1] and result.num_emitted.tolist() == [2]
 
 
-def test_logprobs_are_those_of_the_law_each_token_was_drawn_from() -> None:
+@pytest.mark.parametrize("rows_at_once", [99, 5])
+def test_logprobs_are_those_of_the_law_each_token_was_drawn_from(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows together, and some at a time, the last time fewer."""
+    monkeypatch.setattr("localspec.sampling.accept.MOST_VALUES", rows_at_once * VOCAB)
     logits = hashed_logits(VOCAB)
     expected = plain_answers(logits, LAWS, max_tokens=6)
     state = sequence_state(PROMPTS, LAWS, VOCAB, max_tokens=6)
