@@ -265,7 +265,7 @@ class Maker:
             measure_every=chosen.measure_every, save_every=1 << 30,
             draft_vocab_size=chosen.draft_vocabulary, sharpness=chosen.sharpness, markov_rank=chosen.markov_rank,
             intermediate_size=chosen.chain_intermediate if name in ("eagle3", "mtp") else 0,
-            start_from=str(base) if on_base else start, num_kv_heads=chosen.block_kv_heads,
+            start_from=str(base) if on_base else start,
         )  # fmt: skip
         trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"), kept)
         self.report[kind] = {**trained.report, "sha256": sha256_of(folder / "model.safetensors")}
@@ -318,7 +318,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.3e-3)
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     parser.add_argument("--markov-rank", type=int, default=32)
-    parser.add_argument("--block-kv-heads", type=int, default=0, help="Of dflash and dspark; 0: the target's.")
     parser.add_argument("--chain-intermediate", type=int, default=2304, help="MLP width of eagle3 and mtp.")
     parser.add_argument("--sharpness", type=float, default=1.3)
     parser.add_argument("--measure-every", type=int, default=500)

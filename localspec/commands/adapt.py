@@ -7,6 +7,7 @@ one before back.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -32,6 +33,7 @@ from localspec.commands.common import (
 )
 from localspec.commands.options import device_option, json_option
 from localspec.config import Settings
+from localspec.storage.files import AtomicFile
 
 if TYPE_CHECKING:
     from localspec.engine.build import ModelPlace
@@ -107,27 +109,46 @@ def _agreed(config: Settings, yes: bool, nightly: bool) -> bool:
     if not yes and not (sys.stdin.isatty() and click.confirm(QUESTION)):
         fail("chats are read only with your agreement: localspec adapt --yes", EXIT_WRONG_USE)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.write_text(json.dumps({"agreed_s": time.time(), "adapted_s": 0.0}) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"agreed_s": time.time(), "adapted_s": {}}) + "\n", encoding="utf-8")
     return True
 
 
 def _adapt_all(config: Settings, place: ModelPlace, options: dict[str, Any]) -> list[dict[str, Any]]:
     names = _wanted(config, place.id, options["method"])
     consent = config.paths.data_dir / CONSENT_FILE
-    state = json.loads(consent.read_text(encoding="utf-8"))
+    adapted_s = _adapted_s(consent)
     since_s = time.time() - options["days"] * DAY_S
     answers = list(_answers(config, place, since_s))
     held_out = sum(answer.held_out for answer in answers)
     newest_s = _newest_answer_s(config, place.id)
-    if options["nightly"] and newest_s <= float(state.get("adapted_s", 0.0)):
+    if options["nightly"] and newest_s <= adapted_s.get(place.id, 0.0):
         return []
     if len(answers) < LEAST_ANSWERS or not 0 < held_out < len(answers):
         if options["nightly"]:
             return []
         fail(f"{len(answers)} answers of {place.id} in the chats of {options['days']} days are too few to learn from")
     results = [_adapt_one(config, place, name, answers, options) for name in names]
-    consent.write_text(json.dumps({**state, "adapted_s": newest_s}) + "\n", encoding="utf-8")
+    # An agreement that was taken back meanwhile stays so.
+    if consent.is_file():
+        state = {**_state(consent), "adapted_s": {**adapted_s, place.id: newest_s}}
+        with AtomicFile(consent) as file:
+            file.write((json.dumps(state) + "\n").encode())
     return results
+
+
+def _state(consent: Path) -> dict[str, Any]:
+    """What the file of the agreement says; nothing if it is damaged."""
+    with contextlib.suppress(ValueError, OSError):
+        state = json.loads(consent.read_text(encoding="utf-8"))
+        return state if isinstance(state, dict) else {}
+    return {}
+
+
+def _adapted_s(consent: Path) -> dict[str, float]:
+    """By model: the time of the newest answer that it was adapted on."""
+    found = _state(consent).get("adapted_s")
+    known = found if isinstance(found, dict) else {}
+    return {name: float(value) for name, value in known.items() if isinstance(value, int | float)}
 
 
 def _adapt_one(
@@ -144,7 +165,10 @@ def _adapt_one(
 
     device = torch.device(resolve_device(options["device"]))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target = open_target(read_config(place.folder), open_checkpoint(place.folder), device, dtype)
+    try:
+        target = open_target(read_config(place.folder), open_checkpoint(place.folder), device, dtype)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"{device} has too little memory for the unpacked {place.id}; take --device cpu") from None
     folder = config.paths.drafters_dir / name
     # The answers lie on the disk only while they are used, readable by this user alone.
     with tempfile.TemporaryDirectory(prefix="localspec-adapt-") as work:

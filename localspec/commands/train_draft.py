@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 METHODS = ("eagle3", "dflash", "dspark", "mtp")
 REPORT_FILE = "training.json"
+LOCK_FILE, TARGET_FILE = "training.lock", "answers/target.json"
+MAX_PROMPT_TOKENS = 960
+"""Longer prompts are left out: what is trained on is a text's first thousand tokens."""
 
 
 @click.command("train-draft")
@@ -62,7 +65,7 @@ def train_draft(model: str | None, **options: Any) -> None:
     try:
         locate = make_locator(config, options["offline"] or config.network.offline, options["device"])
         place = locate(model or default_model(config), _say)
-        report = _train(place, options)
+        report = _train_alone(place, options)
     except EngineError as error:
         fail_engine(error)
     except (ValueError, OSError) as error:
@@ -74,6 +77,26 @@ def train_draft(model: str | None, **options: Any) -> None:
         click.echo(
             f"{options['out']}: acceptance length {length:.2f} on held-out prompts, {before:.2f} before training"
         )
+
+
+def _train_alone(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
+    """Two runs in one folder would write into each other's answers. Raises ValueError where another one is at it."""
+    import torch
+
+    from localspec.storage.files import exclusive_lock
+
+    out: Path = options["out"]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive_lock(out / LOCK_FILE, wait=False):
+            return _train(place, options)
+    except BlockingIOError:
+        raise ValueError(f"{out}: another run trains in this folder; wait for it or take another one") from None
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"{options['device']} has too little memory to train for {place.id}, whose weights are unpacked for it; "
+            "take fewer --tokens-per-batch, or --device cpu"
+        ) from None
 
 
 def _train(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +153,7 @@ def _answers(place: ModelPlace, text: TextStage, options: dict[str, Any], device
     from localspec.training.answers import AnswerStore
 
     store = AnswerStore(options["out"] / "answers")
+    _check_target(place, options["out"] / TARGET_FILE, empty=not len(store))
     prompts = _prompts(text, options["prompt_files"])
     answered = {tuple(store.tokens(entry)[: int(store.index[entry, 2])].tolist()) for entry in range(len(store))}
     left = [prompt for prompt in prompts if prompt.token_ids not in answered]
@@ -139,17 +163,41 @@ def _answers(place: ModelPlace, text: TextStage, options: dict[str, Any], device
     return store
 
 
+def _check_target(place: ModelPlace, path: Path, empty: bool) -> None:
+    """Answers are worth something for the model that wrote them. Raises ValueError if that was another one."""
+    import json
+
+    from localspec.formats.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(place.folder)
+    checkpoint.close()
+    ours = {"model": place.id, "fingerprint": checkpoint.fingerprint}
+    if empty:
+        path.write_text(json.dumps(ours) + "\n", encoding="utf-8")
+    elif path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("fingerprint") != ours["fingerprint"]:
+            raise ValueError(f"{path.parent} holds answers of another model than {place.id}; take another folder")
+
+
 def _prompts(text: TextStage, files: tuple[Path, ...]) -> list[Prompt]:
     from localspec.api.types import GenerateRequest, Message
     from localspec.training.prompts import is_held_out, read_prompts
     from localspec.training.writing import Prompt
 
     found: list[Prompt] = []
+    too_long = 0
     for prompt in read_prompts(files):
         request = (
             GenerateRequest(messages=(Message("user", prompt),)) if text.template else GenerateRequest(prompt=prompt)
         )
-        found.append(Prompt(text.prepare(request).request.prompt_ids, is_held_out(prompt)))
+        ids = text.prepare(request).request.prompt_ids
+        if len(ids) > MAX_PROMPT_TOKENS:
+            too_long += 1
+            continue
+        found.append(Prompt(ids, is_held_out(prompt)))
+    if too_long:
+        _say(f"{too_long} prompts of more than {MAX_PROMPT_TOKENS} tokens are left out")
     if not any(prompt.held_out for prompt in found) or all(prompt.held_out for prompt in found):
         fail(f"{len(found)} prompts are too few to train on some and measure with others", EXIT_WRONG_USE)
     return found

@@ -7,6 +7,7 @@ the seed and the step alone, so that a resumed run reads on where it stopped. No
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,9 @@ class AnswerStore:
         size = (self._folder / TOKENS_FILE).stat().st_size // 4
         # A kill while writing leaves at most a torn entry at the end of either file.
         self.index: NDArray[np.int64] = index[: len(index) // 4 * 4].reshape(-1, 4)
-        whole = (self.index[:, 0] >= 0) & (self.index[:, 1] > 0) & (self.index[:, :2].sum(axis=1) <= size)
-        if not whole.all():
+        offsets, lengths, prompts = self.index[:, 0], self.index[:, 1], self.index[:, 2]
+        whole = (offsets >= 0) & (offsets <= size) & (lengths > 0) & (lengths <= size - offsets)
+        if not (whole & (prompts >= 0) & (prompts <= lengths)).all():
             raise ValueError(f"{self._folder} is damaged; delete it and let the target write its answers again")
         empty = np.zeros(0, dtype=np.int32)
         self._tokens: NDArray[np.int32] = (
@@ -80,7 +82,10 @@ class AnswerStore:
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Add sequences; tokens are written before the index that names them."""
+        # What is torn would shift everything behind it.
         position = (self._folder / TOKENS_FILE).stat().st_size // 4
+        os.truncate(self._folder / TOKENS_FILE, 4 * position)
+        os.truncate(self._folder / INDEX_FILE, self.index.nbytes)
         rows: list[tuple[int, int, int, int]] = []
         with (self._folder / TOKENS_FILE).open("ab") as file:
             for answer in answers:

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 MAX_LINE_CHARACTERS = 1 << 20
 MAX_PROMPTS = 1 << 20
+MAX_CHARACTERS = 1 << 29
 HELD_OUT_ONE_IN = 20
 KEYS = ("prompt", "question", "text", "instruction")
 
@@ -22,15 +23,19 @@ def read_prompts(paths: Sequence[Path]) -> list[str]:
     user); any other file: one prompt a line. Raises ValueError naming file and line, OSError where a file is missing.
     """
     found: dict[str, None] = {}
+    characters = 0
     for path in paths:
         for number, line in enumerate(_lines(path), 1):
             if len(line) > MAX_LINE_CHARACTERS:
                 raise ValueError(f"{path}, line {number} is longer than {MAX_LINE_CHARACTERS} characters")
             text = _text_of(line, path, number).strip()
-            if text:
+            if text and text not in found:
                 found[text] = None
-            if len(found) > MAX_PROMPTS:
-                raise ValueError(f"{path}: more than {MAX_PROMPTS} prompts in all; give fewer")
+                characters += len(text)
+            if len(found) > MAX_PROMPTS or characters > MAX_CHARACTERS:
+                raise ValueError(
+                    f"{path}: more than {MAX_PROMPTS} prompts or {MAX_CHARACTERS} characters in all; give fewer"
+                )
     return list(found)
 
 

@@ -61,8 +61,6 @@ class Recipe:
     start_from: str = ""
     """Folder of a drafter of this kind to go on from, or for DSpark of a DFlash whose backbone it takes; empty: from
     the target's head and random layers."""
-    num_kv_heads: int = 0
-    """Of a block drafter; 0: the target's."""
     sample_from_anchor: bool = True
     """Of DSpark; otherwise its rows guess their own places, as DFlash's do. A taken backbone has that form."""
     floor_share: float = 0.03
@@ -120,7 +118,6 @@ def make_drafter(
         markov_rank=recipe.markov_rank if spark else 0,
         sample_from_anchor=recipe.sample_from_anchor,
     )
-    sizes = replace(sizes, num_kv_heads=recipe.num_kv_heads or sizes.num_kv_heads)
     return TrainableBlock(block_config(sizes, choices, vocabulary), target, vocabulary, recipe.seed)
 
 
@@ -194,8 +191,11 @@ def train(
     kept = kept or keep_what_fits(target, store, drafter.layer_outputs, plan.batches)
     trainer = Trainer(drafter, target, store, plan, folder, kept)
     if not recipe.steps:
-        trainer.plan = plan = replace(plan, steps=max(20, int(recipe.seconds / trainer.seconds_a_step())))
-        report(f"{plan.steps} steps fit into {recipe.seconds:.0f} s")
+        # How many fit is told once: a run that is gone on with ends where it was meant to.
+        begun = trainer.begun_steps()
+        fitting = begun or max(20, int(recipe.seconds / trainer.seconds_a_step()))
+        trainer.plan = plan = replace(plan, steps=fitting)
+        report(f"going on with {begun} steps" if begun else f"{fitting} steps fit into {recipe.seconds:.0f} s")
     before = trainer.measure(trainer.held_out)
     curve = trainer.run(report)
     export(drafter, folder, recipe.form)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ UNCOUNTED_STEPS = 2
 """Of a calibration: the first ones make room and choose kernels."""
 BETAS = (0.9, 0.95)
 CLIP = 1.0
+SAVE_S = 60.0
+"""A checkpoint is written at least this often, however slow the steps are."""
 FITTED_SEQUENCES = 16
 Report = Callable[[str], None]
 
@@ -101,7 +104,8 @@ class Trainer:
         ]
         on_card = target.device.type == "cuda"
         self._optimiser = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=BETAS, fused=on_card)
-        self._epochs: dict[int, list[list[int]]] = {}
+        self._epoch: tuple[int, list[list[int]]] | None = None
+        self._epoch_sizes: list[int] = []
         drafter.fit_inputs(self._examples())
         self.step, self.curve = 0, list[Point]()
 
@@ -110,7 +114,7 @@ class Trainer:
         self._restore()
         recent: list[Tensor] = []
         parts: dict[str, Tensor] = {}
-        started = time.monotonic()
+        started = saved = time.monotonic()
         while self.step < self.plan.steps:
             self._set_rounding(self.step)
             rate = self.plan.rate(self.step)
@@ -129,8 +133,9 @@ class Trainer:
                 recent = []
                 self.curve.append(point)
                 report(f"{told(point, self.plan.steps)} {time.monotonic() - started:.0f} s")
-            if self.step % self.plan.save_every == 0 or last:
+            if self.step % self.plan.save_every == 0 or last or time.monotonic() - saved > SAVE_S:
                 self.save()
+                saved = time.monotonic()
         self._set_rounding(self.plan.steps)
         return self.curve
 
@@ -186,6 +191,22 @@ class Trainer:
             self.folder / STATE_FILE, items, {"step": str(self.step), "curve": curve, "plan": self._key()}
         )
 
+    def begun_steps(self) -> int:
+        """Steps in all of the training whose checkpoint lies in the folder; 0 if there is none.
+
+        Raises ValueError for a checkpoint of another training.
+        """
+        path = self.folder / STATE_FILE
+        if not path.is_file():
+            return 0
+        with SafetensorsFile.open(path) as file:
+            key = file.metadata.get("plan", "")
+        found = re.search(r'"steps": (\d{1,12})[,}]', key)
+        steps = int(found[1]) if found else 0
+        if not steps or key != self._key(steps):
+            raise ValueError(f"{path} belongs to another training; take another folder or delete it")
+        return steps
+
     def _restore(self) -> None:
         path = self.folder / STATE_FILE
         if not path.is_file():
@@ -207,9 +228,10 @@ class Trainer:
     def _fused(self) -> bool:
         return self.target.device.type == "cuda"
 
-    def _key(self) -> str:
-        """What must agree for a checkpoint to be gone on with."""
-        config = {"plan": asdict(self.plan), "drafter": self.drafter.config, "sequences": len(self._train)}
+    def _key(self, steps: int = 0) -> str:
+        """What must agree for a checkpoint to be gone on with. steps: other than the plan's."""
+        plan = asdict(replace(self.plan, steps=steps or self.plan.steps))
+        config = {"plan": plan, "drafter": self.drafter.config, "sequences": len(self._train)}
         return json.dumps(config, sort_keys=True)
 
     def _backward(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,12 +262,18 @@ class Trainer:
         """Entries of a step's batch; epochs differ in their number of batches."""
         epoch = 0
         while True:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = epoch_batches(self.store, self._train, self.plan.batches, epoch)
-            if step < len(self._epochs[epoch]):
-                return self._epochs[epoch][step]
-            step -= len(self._epochs[epoch])
+            if epoch == len(self._epoch_sizes):
+                self._epoch_sizes.append(len(self._batches(epoch)))
+            if step < self._epoch_sizes[epoch]:
+                return self._batches(epoch)[step]
+            step -= self._epoch_sizes[epoch]
             epoch += 1
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        """Of one epoch; only the last one asked for is kept, since a small store is read hundreds of times."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, epoch_batches(self.store, self._train, self.plan.batches, epoch)
+        return self._epoch[1]
 
     def _set_rounding(self, step: int) -> None:
         begin = self.plan.rounding_from

@@ -18,6 +18,7 @@ from localspec.hub.layout import read_manifest
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.pull import drafters_directory
 from localspec.hub.records import ignore_progress
+from localspec.storage.files import exclusive_lock
 from tests.helpers.tiny_text import tiny_text_model
 
 pytestmark = pytest.mark.torch
@@ -78,9 +79,24 @@ def test_a_drafter_is_trained_resumed_and_refused(home: Path) -> None:
     other = ("--prompts", str(home.parent / "prompts.jsonl"), "--out", str(out), "--method", "eagle3")
     code, text = invoke(train_draft, *TRAIN, *other)
     assert code == 1 and "another training" in text
+    with exclusive_lock(out / "training.lock", wait=False):
+        code, text = invoke(train_draft, *TRAIN, "--method", "dspark", *other[:2], "--out", str(out))
+        assert code == 1 and "another run trains" in text
+    take(tiny_text_model("qwen2", 5, home.parent / "other"), NewModel("other", "here", "none"), home)
+    code, text = invoke(train_draft, "other", *TRAIN[1:], "--method", "dspark", *other[:2], "--out", str(out))
+    assert code == 1 and "answers of another model" in text
     (home.parent / "bad.jsonl").write_text("{}\n")
     code, text = invoke(train_draft, *TRAIN, "--prompts", str(home.parent / "bad.jsonl"), "--out", str(out))
     assert code == 1 and "bad.jsonl, line 1 has none of prompt" in text
+
+
+def test_prompts_that_nothing_can_be_learnt_from_are_left_out(home: Path) -> None:
+    rows = [{"prompt": f"say {n}"} for n in range(40)] + [{"prompt": "many words " * 4000}]
+    (home.parent / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = home.parent / "long"
+    code, text = invoke(train_draft, *TRAIN, "--prompts", str(home.parent / "long.jsonl"), "--out", str(out))
+    assert code == 0 and "1 prompts of more than 960 tokens are left out" in text
+    assert (out / "answers" / "index.bin").stat().st_size == 40 * 32
 
 
 def talk(home: Path, chats: int) -> None:
@@ -116,6 +132,9 @@ def test_chats_are_read_only_with_agreement(home: Path) -> None:
     same = (installed / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert result["answers"] == 30 and result["kept"] == (result["after"] > result["before"]) == (not same)
     assert read_manifest(installed).source == ("adapted on this machine" if result["kept"] else "trained")
+    # Each model has its own time of the newest answer.
+    consent = home / "adapt.json"
+    assert set(json.loads(consent.read_text())["adapted_s"]) == {"tiny"} and "agreed_s" in consent.read_text()
     # Nothing new was said since.
     assert json.loads(invoke(adapt, *common, "--nightly")[1]) == []
     if result["kept"]:

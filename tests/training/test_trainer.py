@@ -72,6 +72,30 @@ def test_a_killed_run_ends_with_the_same_weights(
     assert curve[-1].length == whole.curve[-1].length
 
 
+def test_a_run_by_the_clock_goes_on_to_the_end_that_was_told(
+    target: TinyTarget, store: AnswerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a machine that is slower or faster than when it began; a checkpoint comes by time as well."""
+    recipe = Recipe("mtp", seconds=1.0, tokens_per_batch=600, measure_every=5, save_every=1 << 30)
+    speeds = iter((1 / 24, 1 / 90))
+    monkeypatch.setattr(Trainer, "seconds_a_step", lambda self: next(speeds))
+    monkeypatch.setattr("localspec.training.trainer.SAVE_S", 0.0)
+    config = read_config(target.folder)
+
+    def stop(line: str) -> None:
+        if line.startswith("step"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, target.dense, config, store, tmp_path, stop)
+    told: list[str] = []
+    found = train(recipe, target.dense, config, store, tmp_path, told.append)
+    assert told[0] == "going on with 24 steps" and found.report["curve"][-1]["step"] == 24
+    assert found.report["curve"][0]["step"] == 5
+    with pytest.raises(ValueError, match="another training"):
+        train(replace(recipe, seed=3), target.dense, config, store, tmp_path, told.append)
+
+
 def test_a_checkpoint_of_another_plan_is_refused(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
     made = drafter("eagle3", target, range(0, 130, 2))
     Trainer(made, target.dense, store, replace(PLAN, steps=1), tmp_path).run(lambda line: None)
@@ -103,9 +127,22 @@ def test_the_vocabulary_holds_the_most_used_tokens(store: AnswerStore) -> None:
 def test_a_damaged_store_is_refused(store: AnswerStore, tmp_path: Path) -> None:
     copy = AnswerStore(tmp_path)
     assert len(copy) == 0
-    (tmp_path / "index.bin").write_bytes(bytes(8) + (99).to_bytes(8, "little") * 3)
-    with pytest.raises(ValueError, match="damaged"):
-        AnswerStore(tmp_path)
+    copy.append([Answer((5, 6, 7), 1)])
+    for entry in ((0, 99, 1, 0), (0, 3, 4, 0), (0, 3, -1, 0), (1 << 62, 1 << 62, 0, 0), (-4, 3, 1, 0)):
+        (tmp_path / "index.bin").write_bytes(b"".join(each.to_bytes(8, "little", signed=True) for each in entry))
+        with pytest.raises(ValueError, match="damaged"):
+            AnswerStore(tmp_path)
+
+
+def test_what_a_kill_left_torn_shifts_nothing(tmp_path: Path) -> None:
+    AnswerStore(tmp_path).append([Answer((5, 6, 7), 1)])
+    for name, torn in (("tokens.bin", b"abc"), ("index.bin", bytes(12))):
+        with (tmp_path / name).open("ab") as file:
+            file.write(torn)
+    again = AnswerStore(tmp_path)
+    again.append([Answer((8, 9), 1, held_out=True)])
+    found = AnswerStore(tmp_path)
+    assert [found.tokens(entry).tolist() for entry in range(len(found))] == [[5, 6, 7], [8, 9]]
 
 
 def test_a_training_goes_on_from_a_finished_drafter(target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
