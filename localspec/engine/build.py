@@ -20,7 +20,6 @@ from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
-from localspec.core.memory_budget import CHUNK_TOKENS
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
@@ -219,7 +218,7 @@ def assemble(
     scheduler = Scheduler(
         pool=pages,
         prefix=PrefixTree(pages, memory.num_snapshots, lambda snapshot: None),
-        limits=replace(_limits(ops, limit, options, layout.cold_pages), num_layers=model.num_layers),
+        limits=replace(_limits(memory, limit, options, layout.cold_pages), num_layers=model.num_layers),
         policy=tuner,
         needs_state=pool.has_states,
     )
@@ -333,11 +332,11 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
     return GraphStep(runner, drafters, acceptance)
 
 
-def _limits(ops: Ops, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:
+def _limits(memory: MemoryLayout, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:
     """A card reads prompts in larger chunks: each chunk unpacks every weight once."""
     limits = Limits(context_tokens=context_tokens, max_queued=options.max_queued, shares_rows=True)
-    if ops.device.type != "cpu":
-        limits = replace(limits, chunk_tokens=CHUNK_TOKENS, steady_depth=True)
+    if memory.chunk_tokens is not None:
+        limits = replace(limits, chunk_tokens=memory.chunk_tokens, steady_depth=True)
     return replace(limits, overflow=OverflowLimits(cold_pages, ring_pages(limits.chunk_tokens, MAX_ROWS)))
 
 

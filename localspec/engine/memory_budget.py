@@ -24,6 +24,7 @@ from localspec.core.memory_budget import (
     Budget,
     Demand,
     plan_memory,
+    row_scratch_bytes,
     workspace_bytes,
 )
 from localspec.core.records import MAX_ROWS, PAGE_TOKENS
@@ -53,6 +54,8 @@ class MemoryLayout:
     num_snapshots: int
     parts: Mapping[str, int]
     budget: Budget | None = None
+    chunk_tokens: int | None = None
+    """Of a prompt that are read at once, where the budget says so."""
 
 
 def prepare_allocator(device: str) -> None:
@@ -121,7 +124,7 @@ def lay_out(
     if not budget.context_tokens:
         raise _does_not_fit(budget, context_tokens)
     log.info("memory: %s", budget.told())
-    return MemoryLayout(budget.num_pages, budget.num_snapshots, budget.parts, budget)
+    return MemoryLayout(budget.num_pages, budget.num_snapshots, budget.parts, budget, budget.chunk_tokens)
 
 
 def available_bytes(device: torch.device, limit_bytes: int | None) -> int:
@@ -142,11 +145,12 @@ def _demand(model: Model, ops: Ops, specs: Sequence[CacheSpec]) -> Demand:
     """From what was loaded: all that PyTorch holds now counts as weights, holes between them included."""
     states = [state for spec in specs for state in spec.states]
     table_bytes = 0
-    workspace = 0
+    workspace = row_scratch = 0
     if isinstance(model, Decoder):
         table = model.vocabulary.table
         table_bytes = 0 if table.is_cuda else table.nbytes
         inner = max(layer.mlp.down.shape[1] for layer in model.layers)
+        row_scratch = row_scratch_bytes(model.hidden_size, inner)
         workspace = workspace_bytes(model.hidden_size, inner, 2 * inner * model.hidden_size, model.vocab_size)
     return Demand(
         weights=torch.cuda.memory_reserved(ops.device) if ops.device.type == "cuda" else model.read_bytes_per_token,
@@ -155,6 +159,7 @@ def _demand(model: Model, ops: Ops, specs: Sequence[CacheSpec]) -> Demand:
         state=sum(state.total_bytes for state in states),
         snapshot=sum(state.total_bytes for state in states if not state.ring_rows),
         workspace=workspace,
+        row_scratch=row_scratch,
         host=table_bytes,
     )
 

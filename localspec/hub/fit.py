@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.core.memory_budget import Demand, plan_memory, workspace_bytes
+from localspec.core.memory_budget import Demand, plan_memory, row_scratch_bytes, workspace_bytes
 from localspec.core.records import MAX_ROWS, MAX_SLOTS
 from localspec.hub import layout
 from localspec.hub.catalogue import Catalogue, ModelEntry
@@ -50,6 +50,7 @@ class CacheShape:
     ring_bytes: int = 0
     """Records of the last window, beside the state of a running sequence."""
     workspace_bytes: int = 0
+    row_scratch_bytes: int = 0
 
     @property
     def all_states_bytes(self) -> int:
@@ -89,6 +90,7 @@ def demand_of(weights: WeightBytes, cache: CacheShape, kv_dtype: str, with_mtp: 
         state=cache.state_bytes + cache.ring_bytes,
         snapshot=cache.state_bytes,
         workspace=cache.workspace_bytes,
+        row_scratch=cache.row_scratch_bytes,
         host=weights.embedding,
     )
 
@@ -192,6 +194,7 @@ def cache_shape(config: Mapping[str, Any]) -> CacheShape:
         n_mtp_layers=_size(text, "mtp_num_hidden_layers", 0, least=0),
         ring_bytes=n_linear_layers * states[1],
         workspace_bytes=workspace_bytes(hidden, inner, 2 * inner * hidden, vocab),
+        row_scratch_bytes=row_scratch_bytes(hidden, inner),
     )
 
 

@@ -11,6 +11,7 @@ from localspec.core.memory_budget import (
     MAX_SNAPSHOTS,
     Demand,
     plan_memory,
+    row_scratch_bytes,
     workspace_bytes,
 )
 from localspec.core.records import MAX_ROWS, PAGE_TOKENS
@@ -25,6 +26,7 @@ COMPACT_27B = Demand(
     state=STATE + RINGS,
     snapshot=STATE,
     workspace=workspace_bytes(5120, 17408, 34816 * 5120, 248_320),
+    row_scratch=row_scratch_bytes(5120, 17408),
     host=248_320 * 5120 * 2,
 )
 
@@ -38,6 +40,15 @@ def test_a_compact_27b_fits_where_it_must(context: int, bar_gib: float) -> None:
     }  # fmt: skip
     assert f"context of {context} tokens (weights 13.78, kv" in budget.told() and "host memory 2.37" in budget.told()
     assert plan_memory(COMPACT_27B, int((bar_gib - 0.5) * GIB), context).context_tokens == 0
+
+
+def test_prompts_are_read_in_smaller_chunks_before_a_context_is_refused() -> None:
+    row_bytes = 2 * 5 * (17408 + 5120)
+    needed = COMPACT_27B.fixed + (1 + 32_768 // PAGE_TOKENS + 1) * PAGE_TOKENS * 34 * 1024
+    for missing, chunk in ((0, 2048), (1, 1024), (1024 * row_bytes, 1024), (1024 * row_bytes + 1, 512)):
+        budget = plan_memory(COMPACT_27B, needed - missing, 32_768)
+        assert (budget.context_tokens, budget.chunk_tokens) == (32_768, chunk) and budget.total <= needed - missing
+    assert plan_memory(COMPACT_27B, needed - 1536 * row_bytes - 1, 32_768).context_tokens == 0
 
 
 def test_what_is_left_goes_to_snapshots_then_pages_then_snapshots() -> None:

@@ -60,7 +60,10 @@ def test_limits_are_kept() -> None:
 def test_plain_attention_and_listed_layers() -> None:
     plain = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 99}
     shape = cache_shape(plain)
-    assert replace(shape, workspace_bytes=0) == CacheShape(3, 2 * 4 * 16, 0, 99, 0) and shape.workspace_bytes > 0
+    assert (
+        replace(shape, workspace_bytes=0, row_scratch_bytes=0) == CacheShape(3, 2 * 4 * 16, 0, 99, 0)
+        and shape.workspace_bytes > 0
+    )
     listed = HYBRID_27B["text_config"] | {"layer_types": ["full_attention"] * 63 + ["linear_attention"]}
     assert cache_shape(listed).n_attention_layers == 63
 
