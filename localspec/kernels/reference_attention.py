@@ -8,8 +8,9 @@ row's bits are the same in a window, in a prefill chunk of any size and at any c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,17 +24,25 @@ BLOCK_ROWS = 64
 """Most rows that are scored at once; bounds the memory for scores."""
 
 
+MOST_COPIED_SPLITS = 16
+"""Splits of scattered pages that are copied together; bounds the memory for the copy."""
+
+
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Splits [first, last) of a sequence. `page` is the first page where they lie in one piece, else None."""
 
     first: int
     last: int
     page: int | None
 
+    def part(self, first: int, last: int) -> Run:
+        """Some of these splits."""
+        return Run(first, last, None if self.page is None else self.page + (first - self.first) * SPLIT_PAGES)
+
 
 @dataclass(frozen=True)
-class _Limit:
+class Limit:
     """Keys at or above (else below) each row's limit are hidden; only splits [first, last) can hold such keys.
 
     keys: [r] int64.
@@ -44,21 +53,33 @@ class _Limit:
     last: int
     above: bool
 
+    def hidden(self, first: int, last: int, group: int) -> Tensor:
+        """[splits, r * group, 256] bool for splits [first, last)."""
+        rows = self.keys.view(-1, 1).expand(-1, group).reshape(-1, 1)
+        keys = torch.arange(first * SPLIT_KEYS, last * SPLIT_KEYS, device=rows.device).view(-1, 1, SPLIT_KEYS)
+        return keys >= rows if self.above else keys < rows
+
+
+Attend: TypeAlias = Callable[[Tensor, tuple[Tensor, Tensor], list[int], list[Run], tuple[Limit, ...]], Tensor]
+"""(q [r, H, D] float32, scaled, all of one slot; pools of keys and values; the slot's pages; runs that cover the
+splits in order; what is hidden) -> [r, H, D] float32."""
+
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pools: tuple[Tensor, Tensor],
     block_tables: Tensor,
     slots: Sequence[int],
     key_begin: Tensor,
     key_end: Tensor,
     scale: float,
+    way: Attend,
 ) -> Tensor:
     """softmax(q k^T * scale) v over keys [key_begin, key_end) of each row's slot.
 
-    q: [R, H, D]; pages: [num_pages, 64, Hkv, D]; block_tables: [S, P] int32; slots: R host integers, -1 for padding
-    rows, whose output is zero; key_begin, key_end: [R] int64, at least one key a row. Returns [R, H, D] in q's dtype.
+    q: [R, H, D]; pools: keys and values, each [num_pages, 64, Hkv, D]; block_tables: [S, P] int32; slots: R host
+    integers, -1 for padding rows, whose output is zero; key_begin, key_end: [R] int64, at least one key a row; way:
+    `attend`, or what does the same. Returns [R, H, D] in q's dtype.
     """
     out = torch.zeros_like(q)
     begins, ends = key_begin.tolist(), key_end.tolist()
@@ -66,13 +87,13 @@ def paged_attention(
     for first, last in _row_blocks(slots):
         split_range = min(begins[first:last]) // SPLIT_KEYS, -(-max(ends[first:last]) // SPLIT_KEYS)
         pages = block_tables[slots[first], : split_range[1] * SPLIT_PAGES].tolist()
-        runs = _runs(pages, split_range, k_pages.shape[0])
+        runs = _runs(pages, split_range, pools[0].shape[0])
         limits = (
-            _Limit(key_begin[first:last], split_range[0], -(-max(begins[first:last]) // SPLIT_KEYS), above=False),
+            Limit(key_begin[first:last], split_range[0], -(-max(begins[first:last]) // SPLIT_KEYS), above=False),
             # All rows see a split whole that lies below the smallest end.
-            _Limit(key_end[first:last], min(ends[first:last]) // SPLIT_KEYS, split_range[1], above=True),
+            Limit(key_end[first:last], min(ends[first:last]) // SPLIT_KEYS, split_range[1], above=True),
         )
-        out[first:last] = _attend(q[first:last], (k_pages, v_pages), pages, runs, limits)
+        out[first:last] = way(q[first:last], pools, pages, runs, limits)
     return out
 
 
@@ -86,9 +107,16 @@ def _row_blocks(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = row
 
 
-def _runs(pages: list[int], split_range: tuple[int, int], num_pages: int) -> list[_Run]:
+def _runs(pages: list[int], split_range: tuple[int, int], num_pages: int) -> list[Run]:
     """Splits joined while their pages follow each other; a split with scattered or missing pages stands alone."""
-    runs: list[_Run] = []
+    first, last = split_range
+    wanted = pages[first * SPLIT_PAGES :]
+    page, num_used = wanted[0], len(wanted) - wanted.count(0)
+    reaches = page + (last - first) * SPLIT_PAGES <= num_pages
+    if page > 0 and reaches and wanted[:num_used] == list(range(page, page + num_used)):
+        # The usual case, of which every layer asks anew.
+        return [Run(first, last, page)]
+    runs: list[Run] = []
     for split in range(*split_range):
         own = pages[split * SPLIT_PAGES : (split + 1) * SPLIT_PAGES]
         start = own[0]
@@ -96,15 +124,16 @@ def _runs(pages: list[int], split_range: tuple[int, int], num_pages: int) -> lis
         used = [page for page in own if page > 0]
         joined = used == list(range(start, start + len(used))) and 0 < start <= num_pages - SPLIT_PAGES
         if not joined:
-            runs.append(_Run(split, split + 1, None))
+            grows = runs and runs[-1].page is None and split - runs[-1].first < MOST_COPIED_SPLITS
+            runs.append(Run(runs.pop().first if grows else split, split + 1, None))
         elif runs and runs[-1].page is not None and runs[-1].page + (split - runs[-1].first) * SPLIT_PAGES == start:
-            runs[-1] = _Run(runs[-1].first, split + 1, runs[-1].page)
+            runs[-1] = Run(runs[-1].first, split + 1, runs[-1].page)
         else:
-            runs.append(_Run(split, split + 1, start))
+            runs.append(Run(split, split + 1, start))
     return runs
 
 
-def _keys(pool: Tensor, pages: list[int], run: _Run) -> Tensor:
+def keys_of(pool: Tensor, pages: list[int], run: Run) -> Tensor:
     """[splits, 256, Hkv, D] float32: a view where the pages lie in one piece, else a copy."""
     num_splits = run.last - run.first
     if run.page is not None:
@@ -116,21 +145,30 @@ def _keys(pool: Tensor, pages: list[int], run: _Run) -> Tensor:
     return found.reshape(num_splits, SPLIT_KEYS, *pool.shape[2:]).float()
 
 
-def _attend(
-    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[_Run], limits: tuple[_Limit, ...]
+def group_rows(q: Tensor, num_kv_heads: int) -> Tensor:
+    """[r, H, D] -> [Hkv, rows, D]: each row's heads of one key head are rows of their own; zeros up to a multiple."""
+    num_rows, num_heads, head_dim = q.shape
+    wanted = num_rows * num_heads // num_kv_heads
+    grouped = q.new_zeros(num_kv_heads, -(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, head_dim)
+    by_head = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
+    grouped[:, :wanted] = by_head.reshape(num_kv_heads, wanted, head_dim)
+    return grouped
+
+
+def attend(
+    q: Tensor, pools: tuple[Tensor, Tensor], pages: list[int], runs: list[Run], limits: tuple[Limit, ...]
 ) -> Tensor:
-    """q [r, H, D] float32, scaled, all of one slot -> [r, H, D] float32."""
+    """See `Attend`."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pools[0].shape[2]
     group = num_heads // num_kv_heads
     first_split, num_splits = runs[0].first, runs[-1].last - runs[0].first
-    padded = -(-num_rows * group // ROW_MULTIPLE) * ROW_MULTIPLE
-    grouped = q.new_zeros(num_kv_heads, 1, padded, head_dim)
-    grouped[:, 0, : num_rows * group] = q.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+    grouped = group_rows(q, num_kv_heads)
+    padded = grouped.shape[1]
     scores = q.new_empty(num_kv_heads, num_splits, padded, SPLIT_KEYS)
     # Tensors are indexed, not iterated: taking them apart in one call costs more than all these views.
     for run in runs:
-        keys = _keys(pools[0], pages, run).permute(2, 0, 3, 1)  # [Hkv, splits of the run, D, 256]
+        keys = keys_of(pools[0], pages, run).permute(2, 0, 3, 1)  # [Hkv, splits of the run, D, 256]
         target = scores[:, run.first - first_split : run.last - first_split]
         for head in range(num_kv_heads):
             torch.bmm(grouped[head].expand(keys.shape[1], -1, -1), keys[head], out=target[head])
@@ -139,7 +177,7 @@ def _attend(
     weights = scores.sub_(scores.amax(dim=(1, 3), keepdim=True)).exp_()
     parts = q.new_empty(num_kv_heads, num_splits, padded, head_dim)
     for run in runs:
-        values = _keys(pools[1], pages, run).permute(2, 0, 1, 3)  # [Hkv, splits of the run, 256, D]
+        values = keys_of(pools[1], pages, run).permute(2, 0, 1, 3)  # [Hkv, splits of the run, 256, D]
         span = slice(run.first - first_split, run.last - first_split)
         for head in range(num_kv_heads):
             _batched(weights[head, span], values[head], parts[head, span])
@@ -160,14 +198,11 @@ def _batched(weight: Tensor, value: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(weight.expand(2, -1, -1), value.expand(2, -1, -1))[:1])
 
 
-def _hide_keys(scores: Tensor, limit: _Limit, first_split: int, group: int) -> None:
+def _hide_keys(scores: Tensor, limit: Limit, first_split: int, group: int) -> None:
     """Set scores of hidden keys to -inf. scores: [Hkv, splits, rows, 256], rows of padding left out: they see all."""
-    if limit.first >= limit.last:
-        return
-    rows = limit.keys.view(-1, 1).expand(-1, group).reshape(-1, 1)
-    keys = torch.arange(limit.first * SPLIT_KEYS, limit.last * SPLIT_KEYS, device=scores.device).view(-1, 1, SPLIT_KEYS)
-    hidden = keys >= rows if limit.above else keys < rows
-    scores[:, limit.first - first_split : limit.last - first_split].masked_fill_(hidden, float("-inf"))
+    if limit.first < limit.last:
+        target = scores[:, limit.first - first_split : limit.last - first_split]
+        target.masked_fill_(limit.hidden(limit.first, limit.last, group), float("-inf"))
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
