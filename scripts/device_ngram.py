@@ -301,7 +301,7 @@ class Bench:
             read_all(table)
             self._say("every page in memory", {"bytes": table.statistics().cache_bytes})
         handle = NgramTableHandle("libraries", table)
-        drafter = DeviceNgramDrafter((handle,), NgramPolicy(), self._ops.device, model.vocab_size)
+        drafter = DeviceNgramDrafter((handle,), NgramPolicy(), self._ops, model.vocab_size)
         limit = plan.prompt_tokens + plan.max_tokens + 1024
         options = EngineOptions(device=str(self._ops.device))
         parts = assemble(model, self._ops, limit, {"ngram_disk": drafter}, options)

@@ -45,6 +45,7 @@ from localspec.engine.drafting import NO_CACHE
 from localspec.engine.engine import LocalEngine
 from localspec.hub.corpus import find_files, read_texts, tokenizer_fingerprint
 from localspec.hub.ngram_sync import SyncOptions, TableSync
+from localspec.kernels.backends.reference import ReferenceOps
 from localspec.runner.slots import make_state
 from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
@@ -297,7 +298,7 @@ def measure_replay(
 
         def on_card(source: NgramTable) -> OneStepLate:
             handles = (NgramTableHandle("tree", source),)
-            return OneStepLate(DeviceNgramDrafter(handles, NgramPolicy(), torch.device("cpu"), 1 << 24))
+            return OneStepLate(DeviceNgramDrafter(handles, NgramPolicy(), ReferenceOps(torch.device("cpu")), 1 << 24))
 
         def opened() -> NgramTable:
             return NgramTable.open(Path(folder), fingerprint, reader, ram_cap_bytes=cap_bytes)

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,10 +24,12 @@ from localspec.core.records import Draft, Forward, HiddenNeeds, Rows
 from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths, NgramTableHandle
 from localspec.drafters._ngram_policy import Advisor, Guess, NgramPolicy
+from localspec.kernels.ngram_probe import BUCKET_RECORDS, DraftRules, Hashing, NgramProbe
+from localspec.kernels.ops import Ops
 from localspec.storage.ngram_format import (
     CONTINUATION_TOKENS,
     FULL_SHARE,
-    MAX_TOKEN,
+    MIX_FACTORS,
     MULTIPLIERS,
     RECORD_BYTES,
     TAG_TOKENS,
@@ -36,14 +37,11 @@ from localspec.storage.ngram_format import (
 )
 
 NUM_BUCKETS = 1 << 13
-BUCKET_RECORDS = 8
-"""A context's records lie in one bucket: 4 MiB of table, 512 bytes read a slot and step."""
+"""A context's records lie in one bucket of 8: 4 MiB of table, 512 bytes read a slot and step."""
 STAGED_RECORDS = 256
 READ_WAIT_S = 0.004
 """The feeding thread waits this long for pages; a step is longer."""
 _WORDS = RECORD_BYTES // 8
-_CONTINUATION_BYTE = RECORD_BYTES - 3 * CONTINUATION_TOKENS
-_SHIFT_33_BITS = (1 << 31) - 1
 _MASK_64 = (1 << 64) - 1
 
 
@@ -51,24 +49,12 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_MIX_1, _MIX_2 = _signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53)
 _LAST_FACTOR = 0x9FB21C651E98DF25
 
 
-def mix_tensor(value: Tensor) -> Tensor:
-    """`ngram_format.mix` on int64: products wrap, and the sign is masked out of right shifts."""
-    value = (value ^ ((value >> 33) & _SHIFT_33_BITS)) * _MIX_1
-    value = (value ^ ((value >> 33) & _SHIFT_33_BITS)) * _MIX_2
-    return value ^ ((value >> 33) & _SHIFT_33_BITS)
-
-
 def bucket_of(prefix: int, last_token: int) -> int:
-    """The bucket of a prefix hash and a last token; `_bucket_tensor` is the same on the device."""
+    """The bucket of a prefix hash and a last token, as the device finds it."""
     return mix((prefix + last_token * _LAST_FACTOR) & _MASK_64) % NUM_BUCKETS
-
-
-def _bucket_tensor(prefix: Tensor, last_token: Tensor) -> Tensor:
-    return mix_tensor(prefix + last_token * _signed(_LAST_FACTOR)) & (NUM_BUCKETS - 1)
 
 
 class DeviceTable:
@@ -153,15 +139,6 @@ def _numbered(records: NDArray[np.void], table: int) -> list[bytes]:
     return [data[at : at + RECORD_BYTES] for at in range(0, len(data), RECORD_BYTES)]
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """Best record of each slot. record: [S, 8] int64; score: [S] int64, -1 where none; level: [S] int64 0, 1 or 2."""
-
-    record: Tensor
-    score: Tensor
-    level: Tensor
-
-
 class DeviceNgramDrafter:
     """The device's form. `propose` runs on the device alone; `follow` feeds it from the host."""
 
@@ -170,40 +147,29 @@ class DeviceNgramDrafter:
     needs = HiddenNeeds()
     cache_spec = CacheSpec(owner="ngram_disk", fingerprint="ngram_disk")
 
-    def __init__(
-        self, handles: tuple[NgramTableHandle, ...], policy: NgramPolicy, device: torch.device, vocab_size: int
-    ) -> None:
+    def __init__(self, handles: tuple[NgramTableHandle, ...], policy: NgramPolicy, ops: Ops, vocab_size: int) -> None:
         self.origins: tuple[str, ...] = tuple(f"table:{handle.name}" for handle in handles)
         self.advisor = Advisor(handles, policy)
-        self.table = DeviceTable(device)
-        self._policy, self._vocab_size, self._device = policy, vocab_size, device
-        self._orders = tuple(sorted({handle.table.order for handle in handles}))
-        levels = [[policy.allowed(length) for length in (order, *TAG_TOKENS)] for order in self._orders]
-        self._lengths = torch.tensor(levels, dtype=torch.int64, device=device)  # [orders, 3]
-        self._speaks = torch.ones(len(handles), 3, dtype=torch.int64, device=device)
-        # Columns: both tags, then the prefix of each order; a distance outside a hash's reach weighs nothing.
-        reaches = [range(tokens) for tokens in TAG_TOKENS] + [range(1, order) for order in self._orders]
-        weights = [[_signed(m) if at in reach else 0 for reach in reaches] for at, m in enumerate(MULTIPLIERS)]
-        self._weights = torch.tensor(weights, dtype=torch.int64, device=device)  # [16, 2 + orders]
+        self.table = DeviceTable(ops.device)
+        self._ops = ops
+        orders = sorted({handle.table.order for handle in handles})
+        self._probe = NgramProbe(
+            self.table.words, _hashing(orders, ops), _rules(orders, len(handles), policy, ops, vocab_size)
+        )
         self._feed = NgramFeed(self)
 
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
         """The best record for each slot's last tokens that lies in the device's table now."""
-        tail, known = self._tail(state)
-        # All hashes in one go: a step's time is the number of operations here, not their size.
-        hashes = mix_tensor((tail[:, :, None] * self._weights).sum(dim=1))  # [S, 2 + orders]
-        tags = [self._tag(hashes[:, at], known, tokens) for at, tokens in enumerate(TAG_TOKENS)]
-        best, allowed = self._probe(0, hashes, tail[:, 0] - 1, known, tags)
-        for index in range(1, len(self._orders)):
-            other, other_allowed = self._probe(index, hashes, tail[:, 0] - 1, known, tags)
-            better = other.score > best.score
-            best = _Probe(
-                torch.where(better[:, None], other.record, best.record),
-                torch.where(better, other.score, best.score),
-                torch.where(better, other.level, best.level),
-            )
-            allowed = torch.where(better, other_allowed, allowed)
-        return self._draft(best, torch.minimum(allowed, depths.depths), depths.max_depth)
+        found = self._ops.table_drafts(
+            self._probe, self._history(state), state.lengths, depths.depths, depths.max_depth
+        )
+        return Draft(
+            token_ids=found.token_ids,
+            origins=found.tables,
+            num_drafts=found.num_drafts,
+            origin_names=self.origins,
+            confidence=found.confidence,
+        )
 
     def observe(self, rows: Rows, forward: Forward, state: SequenceState, cache: Cache) -> None:
         """Nothing is kept on the device but the table."""
@@ -238,71 +204,40 @@ class DeviceNgramDrafter:
 
     def set_speaking(self, speaking: dict[tuple[int, int], bool]) -> None:
         """Tell the device which tables at which match length may speak."""
-        flags = torch.ones(self._speaks.shape, dtype=torch.int64)
+        flags = torch.ones(self._probe.rules.speaks.shape, dtype=torch.int64)
         for (table, match_tokens), speaks in speaking.items():
             level = TAG_TOKENS.index(match_tokens) + 1 if match_tokens in TAG_TOKENS else 0
             flags[table, level] = int(speaks)
         with self.table.beside():
-            self._speaks.copy_(flags)
+            self._probe.rules.speaks.copy_(flags)
 
-    def _tail(self, state: SequenceState) -> tuple[Tensor, Tensor]:
-        """[S, 16] int64 last tokens plus one, newest first, 0 before the text; [S] int64 how many there are."""
-        back = torch.arange(TAG_TOKENS[1], device=self._device)
-        place = state.lengths[:, None] - 1 - back
-        tokens = state.history.gather(1, place.clamp(min=0)) + 1
-        return torch.where(place >= 0, tokens, 0), state.lengths
+    def _history(self, state: SequenceState) -> Tensor:
+        """[S, H] int64 tokens as the table knows them."""
+        return state.history
 
-    def _tag(self, hashed: Tensor, known: Tensor, tokens: int) -> Tensor:
-        """[S] int64 tag over the last tokens; -1 where there are fewer, which no record has."""
-        return torch.where(known >= tokens, ((hashed >> 48) & 0xFFFF).clamp(min=1), -1)
 
-    def _probe(
-        self, index: int, hashes: Tensor, last: Tensor, known: Tensor, tags: list[Tensor]
-    ) -> tuple[_Probe, Tensor]:
-        """Look into the buckets of one order. hashes: [S, 2 + orders]; last: [S] last tokens; known: [S] lengths."""
-        order, prefix = self._orders[index], hashes[:, len(TAG_TOKENS) + index]
-        bucket = _bucket_tensor(prefix, last)
-        found = self.table.words.view(NUM_BUCKETS, BUCKET_RECORDS, _WORDS)[bucket]  # [S, 8, 8] int64
-        key = ((prefix >> 32) & 0xFFFFFFFF) | (prefix << 32)
-        second, third = found[:, :, 1], found[:, :, 2]
-        here = (found[:, :, 0] == key[:, None]) & ((second & MAX_TOKEN) == last[:, None]) & (known >= order)[:, None]
-        level = torch.where((third & 0xFFFF) == tags[0][:, None], 1, 0)
-        level = torch.where(((third >> 16) & 0xFFFF) == tags[1][:, None], 2, level)
-        table = ((second >> 32) & MAX_TOKEN).clamp(max=self._speaks.shape[0] - 1)
-        share = (second >> 56) & 0xFF
-        here &= (self._speaks[table, level] != 0) & (share >= int(self._policy.min_share * FULL_SHARE))
-        score = (level << 32) | (share << 16) | ((third >> 32) & 0xFFFF)
-        score = torch.where(here, score, -1)
-        best = score.argmax(dim=1)
-        slots = torch.arange(last.shape[0], device=self._device)
-        record, level = found[slots, best], level[slots, best]
-        sure = ((record[:, 1] >> 56) & 0xFF) >= int(self._policy.unsure_share * FULL_SHARE)
-        allowed = self._lengths[index][level]
-        allowed = torch.where(sure, allowed, (allowed + 1) // 2)
-        score = score[slots, best]
-        return _Probe(record, score, level), torch.where(score >= 0, allowed, 0)
+def _hashing(orders: Sequence[int], ops: Ops) -> Hashing:
+    # Columns: both tags, then the prefix of each order; a distance outside a hash's reach weighs nothing.
+    reaches = [range(tokens) for tokens in TAG_TOKENS] + [range(1, order) for order in orders]
+    weights = [[_signed(m) if at in reach else 0 for reach in reaches] for at, m in enumerate(MULTIPLIERS)]
+    return Hashing(
+        torch.tensor(weights, dtype=torch.int64, device=ops.device),
+        torch.tensor(orders, dtype=torch.int64, device=ops.device),
+        TAG_TOKENS,
+        (_signed(MIX_FACTORS[0]), _signed(MIX_FACTORS[1])),
+        _signed(_LAST_FACTOR),
+    )
 
-    def _draft(self, best: _Probe, allowed: Tensor, width: int) -> Draft:
-        """Unpack the continuations. A torn one may hold any bytes: what is no token of the model ends the draft."""
-        num_slots = best.record.shape[0]
-        packed = best.record.contiguous().view(torch.uint8).view(num_slots, RECORD_BYTES)[:, _CONTINUATION_BYTE:]
-        parts = packed.reshape(num_slots, CONTINUATION_TOKENS, 3).to(torch.int64)
-        tokens = parts[:, :, 0] | (parts[:, :, 1] << 8) | (parts[:, :, 2] << 16)  # [S, 14]
-        missing = max(0, width - CONTINUATION_TOKENS)
-        tokens = torch.nn.functional.pad(tokens[:, :width], (0, missing), value=-1)
-        column = torch.arange(width, device=self._device)
-        count = torch.minimum(allowed, (best.record[:, 1] >> 24) & 0xFF)
-        usable = (column < count[:, None]) & (tokens >= 0) & (tokens < self._vocab_size)
-        usable = usable.to(torch.int64).cumprod(dim=1).bool()
-        table = ((best.record[:, 1] >> 32) & MAX_TOKEN).clamp(max=len(self.origins) - 1)
-        share = ((best.record[:, 1] >> 56) & 0xFF).to(torch.float32) / FULL_SHARE
-        return Draft(
-            token_ids=torch.where(usable, tokens, -1),
-            origins=torch.where(usable, table[:, None], 0),
-            num_drafts=usable.sum(dim=1),
-            origin_names=self.origins,
-            confidence=torch.where(usable, share[:, None], 0.0),
-        )
+
+def _rules(orders: Sequence[int], num_tables: int, policy: NgramPolicy, ops: Ops, vocab_size: int) -> DraftRules:
+    levels = [[policy.allowed(length) for length in (order, *TAG_TOKENS)] for order in orders]
+    return DraftRules(
+        torch.tensor(levels, dtype=torch.int64, device=ops.device),
+        torch.ones(num_tables, 3, dtype=torch.int64, device=ops.device),
+        int(policy.min_share * FULL_SHARE),
+        int(policy.unsure_share * FULL_SHARE),
+        vocab_size,
+    )
 
 
 class NgramFeed:

@@ -144,7 +144,7 @@ def build(setup: DrafterSetup) -> Drafter:
         raise ValueError("ngram_disk needs a table; make one with: localspec ngram build NAME PATH")
     if setup.ops.waits:
         return NgramDiskDrafter(setup.ngram_tables, NgramPolicy())
-    return DeviceNgramDrafter(setup.ngram_tables, NgramPolicy(), setup.ops.device, setup.model.vocab_size)
+    return DeviceNgramDrafter(setup.ngram_tables, NgramPolicy(), setup.ops, setup.model.vocab_size)
 
 
 class _CoarseTable(NgramTable):
@@ -161,9 +161,8 @@ class _CoarseTable(NgramTable):
 class _CoarseDeviceDrafter(DeviceNgramDrafter):
     """The same for the device's form."""
 
-    def _tail(self, state: SequenceState) -> tuple[Tensor, Tensor]:
-        tail, known = super()._tail(state)
-        return torch.where(tail > 0, ((tail - 1) >> _TINY_SHIFT) + 1, 0), known
+    def _history(self, state: SequenceState) -> Tensor:
+        return super()._history(state) >> _TINY_SHIFT
 
 
 def tiny(setup: DrafterSetup) -> Drafter:
@@ -186,7 +185,7 @@ def tiny(setup: DrafterSetup) -> Drafter:
     handles = (NgramTableHandle("tiny", table),)
     if setup.ops.waits:
         return NgramDiskDrafter(handles, policy)
-    drafter = _CoarseDeviceDrafter(handles, policy, setup.ops.device, setup.model.vocab_size)
+    drafter = _CoarseDeviceDrafter(handles, policy, setup.ops, setup.model.vocab_size)
     for at in range(0, len(text) - _TINY_ORDER, _TINY_ORDER):
         drafter.table.insert(table.ready_records(text[at : at + _TINY_ORDER - 1]), 0)
     return drafter

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.ngram_probe import NgramProbe, TableDrafts
 from localspec.kernels.weights import LogicalWeight
 
 PAGE_TOKENS = 64
@@ -237,6 +238,15 @@ class Ops(Protocol):
         norm: Norm | None = None,
     ) -> Rounds:
         """Keep what came of each slot's newest row, normed, and lay the rounds out. hidden: [R, D]."""
+        ...
+
+    def table_drafts(
+        self, probe: NgramProbe, history: Tensor, lengths: Tensor, depths: Tensor, width: int
+    ) -> TableDrafts:
+        """What the best record for each slot's last tokens says. history: [S, H] int64; lengths, depths: [S] int64.
+
+        The longest agreement speaks, of equals the larger share, then the count, then the first. width: columns.
+        """
         ...
 
 

@@ -14,11 +14,24 @@ from localspec.drafters import Depths, NgramTableHandle
 from localspec.drafters._ngram_device import DeviceNgramDrafter
 from localspec.drafters._ngram_policy import NgramPolicy
 from localspec.engine.drafting import NO_CACHE
+from localspec.kernels import ngram_probe
+from localspec.kernels.backends.triton_sm80 import TritonOps
 from localspec.runner.slots import make_state
 from localspec.storage.aio import AsyncReader
 from tests.drafters.test_ngram_disk import make_table, text_of
+from tests.kernels.ngram_probe_cases import make_case
 
 pytestmark = pytest.mark.gpu
+
+
+def test_one_launch_says_what_pytorch_says() -> None:
+    device = torch.device("cuda")
+    for seed in range(30):
+        case, own = make_case(seed, device), make_case(seed, torch.device("cpu"))
+        found = TritonOps(device).table_drafts(case.probe, case.history, case.lengths, case.depths, 14)
+        wanted = ngram_probe.table_drafts(own.probe, own.history, own.lengths, own.depths, 14)
+        for name in ("token_ids", "tables", "confidence", "num_drafts"):
+            assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), (seed, name)
 
 
 def test_a_captured_proposal_reads_what_was_fed_meanwhile(tmp_path: Path) -> None:
@@ -26,7 +39,7 @@ def test_a_captured_proposal_reads_what_was_fed_meanwhile(tmp_path: Path) -> Non
     text = text_of(1, 1500)
     with AsyncReader(threads=2) as reader:
         table = make_table(tmp_path / "t", [text, *(text_of(seed, 400) for seed in range(50, 90))], reader)
-        drafter = DeviceNgramDrafter((NgramTableHandle("t", table),), NgramPolicy(), device, 5000)
+        drafter = DeviceNgramDrafter((NgramTableHandle("t", table),), NgramPolicy(), TritonOps(device), 5000)
         state = make_state(2048, 8, device)
         state.history[0, : len(text)] = torch.tensor(text, device=device)
         state.lengths[0] = 40

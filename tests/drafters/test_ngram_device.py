@@ -14,24 +14,26 @@ import torch
 from localspec.core.records import MAX_SLOTS, Draft
 from localspec.drafters import Depths, NgramTableHandle
 from localspec.drafters._ngram_device import (
-    BUCKET_RECORDS,
+    _LAST_FACTOR,
     NUM_BUCKETS,
     DeviceNgramDrafter,
     DeviceTable,
-    _bucket_tensor,
+    _signed,
     bucket_of,
-    mix_tensor,
 )
 from localspec.drafters._ngram_policy import NgramPolicy
 from localspec.engine.drafting import NO_CACHE
+from localspec.kernels.backends.reference import ReferenceOps
+from localspec.kernels.ngram_probe import BUCKET_RECORDS, mixed
 from localspec.runner.slots import make_state
 from localspec.storage.aio import AsyncReader
-from localspec.storage.ngram_format import RECORD, mix
+from localspec.storage.ngram_format import MIX_FACTORS, RECORD, mix
 from localspec.storage.ngram_runs import NgramTable
 from tests.drafters.test_ngram_disk import make_table, settle, text_of
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
+FACTORS = (_signed(MIX_FACTORS[0]), _signed(MIX_FACTORS[1]))
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def reader() -> Iterator[AsyncReader]:
 
 
 def drafter_over(*tables: tuple[str, NgramTable]) -> DeviceNgramDrafter:
-    return DeviceNgramDrafter(tuple(NgramTableHandle(*table) for table in tables), NgramPolicy(), CPU, 5000)
+    return DeviceNgramDrafter(
+        tuple(NgramTableHandle(*table) for table in tables), NgramPolicy(), ReferenceOps(CPU), 5000
+    )
 
 
 class LateReplay:
@@ -79,10 +83,11 @@ def test_hashes_are_those_of_the_format() -> None:
     generator = random.Random(3)
     values = [generator.getrandbits(64) for _ in range(500)] + [0, 1, (1 << 64) - 1, 1 << 63]
     signed = torch.tensor([value - (1 << 64) if value >> 63 else value for value in values])
-    assert [value & ((1 << 64) - 1) for value in mix_tensor(signed).tolist()] == [mix(value) for value in values]
+    assert [value & ((1 << 64) - 1) for value in mixed(signed, FACTORS).tolist()] == [mix(value) for value in values]
     last = [generator.randrange(1 << 24) for _ in values]
     expected = [bucket_of(value, token) for value, token in zip(values, last, strict=True)]
-    assert _bucket_tensor(signed, torch.tensor(last)).tolist() == expected
+    buckets = mixed(signed + torch.tensor(last) * _signed(_LAST_FACTOR), FACTORS) & (NUM_BUCKETS - 1)
+    assert buckets.tolist() == expected
 
 
 def test_known_text_is_drafted_one_step_late(tmp_path: Path, reader: AsyncReader) -> None:

@@ -100,6 +100,10 @@ _BEST_FORM = {"DIVIDED": True, "MAPPED": True, "NOTED": True, "CHOSEN": True, "C
 _JOINED = {"ids_ptr": INT64, "table_ptr": BF16, "hidden_ptr": BF16, "out_ptr": BF16}
 _JOINED_FORM = {"FIRST": 2, "SECOND": 2, "BEFORE": 2, "BLOCK_WIDTH": 8192, "PDL": False}
 _NEWEST_FORM = {"ROWS": 16, "SLOTS": 4, "ROUNDS": 8, "BLOCK_WIDTH": 8192, "NORM": 2, "PDL": False}
+_PROBED = {f"{name}_ptr": INT64 for name in ("history", "lengths", "depths", "words", "weights", "draft_lengths")}
+_PROBED |= {f"{name}_ptr": INT64 for name in ("speaks", "orders", "tokens", "tables", "counts")} | {"bytes_ptr": BYTES}
+_PROBED |= {"mix_first": "i64", "mix_second": "i64", "last_factor": "i64"}
+_PROBE_FORM = {"ORDERS": 2, "FIRST_TAG": 12, "SECOND_TAG": 16, "TAIL": 16, "RECORD": 64, "FIRST_BYTE": 22, "WIDTH": 16}
 _COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
 
 
@@ -244,6 +248,7 @@ CASES = (
         by_target=_DEPENDENT,
     ),
     Case("waiting_rows", "keep_newest_kernel", _DRAFTED | _KEPT, _NEWEST_FORM, 16, by_target=_DEPENDENT),
+    Case("ngram_probe", "table_drafts_kernel", _PROBED, _PROBE_FORM, 1, targets=(80, 90)),
     Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
     Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
     Case(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localspec.kernels import reference_drafting, reference_gdn, reference_settle
+from localspec.kernels import ngram_probe, reference_drafting, reference_gdn, reference_settle
 from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.elementwise import sigmoid, silu
+from localspec.kernels.ngram_probe import NgramProbe, TableDrafts
 from localspec.kernels.ops import (
     PAGE_TOKENS,
     Epilogue,
@@ -223,6 +224,12 @@ class ReferenceOps:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.best_tokens`."""
         return reference_drafting.best_tokens(logits, divisor, ids, note)
+
+    def table_drafts(
+        self, probe: NgramProbe, history: Tensor, lengths: Tensor, depths: Tensor, width: int
+    ) -> TableDrafts:
+        """See `Ops.table_drafts`."""
+        return ngram_probe.table_drafts(probe, history, lengths, depths, width)
 
     def store_rows(self, kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
         """See `Ops.store_rows`."""

@@ -17,6 +17,7 @@ from localspec.kernels.compat import version_problem
 from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
+from localspec.kernels.ngram_probe import NgramProbe, TableDrafts
 from localspec.kernels.nvfp4_summands import nvfp4_summands
 from localspec.kernels.ops import (
     Epilogue,
@@ -39,6 +40,7 @@ from localspec.kernels.triton import (
     gdn_fold,
     gdn_prefill,
     gdn_window,
+    ngram_probe,
     norm_rope,
     settle,
     waiting_rows,
@@ -283,6 +285,12 @@ class TritonOps:
     ) -> Rounds:
         """See `Ops.keep_newest`: one launch."""
         return waiting_rows.keep_newest(taken, hidden, newest, texts, num_rounds, norm)
+
+    def table_drafts(
+        self, probe: NgramProbe, history: Tensor, lengths: Tensor, depths: Tensor, width: int
+    ) -> TableDrafts:
+        """See `Ops.table_drafts`: one launch."""
+        return ngram_probe.table_drafts(probe, history, lengths, depths, width)
 
     def _prepared_for(self, x: Tensor, norm: Norm | None) -> Prepared | None:
         """What the kernel that made x left for this norm, if it was the last one that left anything."""
