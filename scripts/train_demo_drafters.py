@@ -66,6 +66,7 @@ GREEDY_SHARE = 0.85
 THREADS = 12
 HELD_OUT_SHARE = 0.02
 MAX_TOKENS = 1024
+TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BASE = "base"
 ON_BASE_RATE = 0.75
 """Of the learning rate, in a training that goes on from a base: its layers have settled and its moments begin anew."""
@@ -265,7 +266,7 @@ class Maker:
             measure_every=chosen.measure_every, save_every=1 << 30,
             draft_vocab_size=chosen.draft_vocabulary, sharpness=chosen.sharpness, markov_rank=chosen.markov_rank,
             intermediate_size=chosen.chain_intermediate if name in ("eagle3", "mtp") else 0,
-            start_from=str(base) if on_base else start,
+            start_from=str(base) if on_base else start, target_name=TARGET_NAME,
         )  # fmt: skip
         trained = train(recipe, self.target, self.config, store, folder, lambda line: self.say(f"{kind}: {line}"), kept)
         self.report[kind] = {**trained.report, "sha256": sha256_of(folder / "model.safetensors")}

@@ -116,16 +116,17 @@ def _train(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
     store = _answers(place, text, options, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = open_target(config, open_checkpoint(place.folder), device, dtype)
-    trained = train(_recipe(text, options), target, config, store, out, _say)
+    trained = train(_recipe(place.id, text, options), target, config, store, out, _say)
     (out / REPORT_FILE).write_text(json.dumps(trained.report, indent=1) + "\n", encoding="utf-8")
     return trained.report
 
 
-def _recipe(text: TextStage, options: dict[str, Any]) -> Recipe:
+def _recipe(model_id: str, text: TextStage, options: dict[str, Any]) -> Recipe:
     from localspec.training.recipe import Recipe
 
     return Recipe(
         kind=options["method"],
+        target_name=model_id,
         steps=options["steps"],
         seconds=60 * options["minutes"],
         seed=options["seed"],

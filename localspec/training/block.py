@@ -213,6 +213,7 @@ class BlockChoices:
     block_size: int
     mask_token_id: int
     layer_outputs: tuple[int, ...]
+    num_target_layers: int
     markov_rank: int = 0
     sample_from_anchor: bool = True
 
@@ -223,6 +224,7 @@ def block_config(sizes: DrafterSizes, choices: BlockChoices, vocabulary: DraftVo
         "architectures": ["Qwen3DSparkModel" if choices.markov_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": choices.num_layers,
+        "num_target_layers": choices.num_target_layers,
         "block_size": choices.block_size,
         "vocab_size": vocabulary.vocab_size,
         "draft_vocab_size": vocabulary.size,

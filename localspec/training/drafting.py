@@ -63,6 +63,7 @@ class DrafterSizes:
     head_dim: int
     norm_eps: float
     rope_theta: float
+    max_context_tokens: int
 
     def as_config(self) -> dict[str, Any]:
         """Keys of config.json."""
@@ -76,6 +77,7 @@ class DrafterSizes:
             "attention_bias": False,
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
+            "max_position_embeddings": self.max_context_tokens,
         }
 
 

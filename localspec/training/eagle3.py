@@ -8,6 +8,7 @@ so step k is trained as if the drafts before it were right, which is the only ca
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -160,11 +161,27 @@ class TrainableEagle3:
         return chain_matches(self.teacher, batch.tokens, self.unroll(batch.tokens, hiddens.taps, depth), self.logits)
 
 
-def eagle3_config(sizes: DrafterSizes, layer_outputs: tuple[int, ...], vocabulary: DraftVocabulary) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Verifier:
+    """The target by name, for engines that find it through its drafter."""
+
+    name: str
+    architectures: tuple[str, ...] = ()
+
+
+def eagle3_config(
+    sizes: DrafterSizes, layer_outputs: tuple[int, ...], vocabulary: DraftVocabulary, verifier: Verifier
+) -> dict[str, Any]:
     """config.json in the `speculators` layout, whose ids of layers count inputs."""
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": TRAINED_STEPS}],
+            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+        },
         "draft_vocab_size": vocabulary.size,
         "target_hidden_size": sizes.hidden_size,
         "norm_before_residual": True,

@@ -141,7 +141,7 @@ class TrainableMtp:
         return chain_matches(self.teacher, batch.tokens, self.unroll(batch.tokens, hiddens.final, depth), self.logits)
 
 
-def mtp_config(sizes: DrafterSizes, vocabulary: DraftVocabulary, max_context_tokens: int) -> dict[str, Any]:
+def mtp_config(sizes: DrafterSizes, vocabulary: DraftVocabulary) -> dict[str, Any]:
     """config.json of a block for a dense target: one full-attention layer of the Qwen3.5 text architecture."""
     made = {**sizes.as_config(), "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_theta}}
     made["rope_parameters"]["partial_rotary_factor"] = 1.0
@@ -155,7 +155,6 @@ def mtp_config(sizes: DrafterSizes, vocabulary: DraftVocabulary, max_context_tok
         "attn_output_gate": True,
         "mamba_ssm_dtype": "float32",
         "mtp_num_hidden_layers": 1,
-        "max_position_embeddings": max_context_tokens,
         "vocab_size": vocabulary.vocab_size,
         "tie_word_embeddings": True,
     }

@@ -16,7 +16,7 @@ from localspec.layers.config import ConfigReader
 from localspec.training.answers import AnswerStore, BatchPlan
 from localspec.training.block import BlockChoices, TrainableBlock, block_config
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, TrainableDrafter
-from localspec.training.eagle3 import TrainableEagle3, eagle3_config
+from localspec.training.eagle3 import TrainableEagle3, Verifier, eagle3_config
 from localspec.training.export import Form, export
 from localspec.training.hybrid import HybridTarget, load_hybrid
 from localspec.training.kept import KeptHiddens, keep_what_fits
@@ -63,6 +63,8 @@ class Recipe:
     the target's head and random layers."""
     sample_from_anchor: bool = True
     """Of DSpark; otherwise its rows guess their own places, as DFlash's do. A taken backbone has that form."""
+    target_name: str = ""
+    """For the file, which says whose drafter it is."""
     floor_share: float = 0.03
     """Of the learning rate, at the end; 1: it stays, for a training that another one goes on from."""
 
@@ -97,15 +99,15 @@ def make_drafter(
     if recipe.kind == "mtp":
         if config.get("model_type") == "qwen3_5":
             return TrainableMtp(config, target, recipe.seed)
-        context_tokens = ConfigReader(config).integer("max_position_embeddings", 1 << 15)
-        block = mtp_config(_sizes(recipe, config), vocabulary, context_tokens)
+        block = mtp_config(_sizes(recipe, config), vocabulary)
         return TrainableMtp(block, target, recipe.seed, vocabulary)
     sizes = _sizes(recipe, config)
     if recipe.kind == "eagle3":
         count = target.num_layers
         # The usual three of the layout, but the last as late as other engines can still hand it out.
         outputs = tuple(sorted({min(1, count - 1), max(0, count // 2 - 1), max(0, count - 2)}))
-        return TrainableEagle3(eagle3_config(sizes, outputs, vocabulary), target, vocabulary, recipe.seed)
+        verifier = Verifier(recipe.target_name, tuple(config.get("architectures") or ()))
+        return TrainableEagle3(eagle3_config(sizes, outputs, vocabulary, verifier), target, vocabulary, recipe.seed)
     if recipe.kind not in ("dflash", "dspark"):
         raise ValueError(f"there is no kind {recipe.kind!r}; there are {', '.join(KINDS)}")
     spark = recipe.kind == "dspark"
@@ -115,6 +117,7 @@ def make_drafter(
         block_size=recipe.block_size - int(spark and recipe.sample_from_anchor),
         mask_token_id=recipe.mask_token_id,
         layer_outputs=block_taps(target.num_layers),
+        num_target_layers=target.num_layers,
         markov_rank=recipe.markov_rank if spark else 0,
         sample_from_anchor=recipe.sample_from_anchor,
     )
@@ -147,6 +150,7 @@ def drafter_sizes(config: Mapping[str, Any]) -> DrafterSizes:
         head_dim=reader.integer("head_dim", max(1, hidden // heads)),
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope_theta=rope.number("rope_theta", reader.number("rope_theta", 10000.0)),
+        max_context_tokens=reader.integer("max_position_embeddings", 1 << 15),
     )
 
 

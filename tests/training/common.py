@@ -13,7 +13,7 @@ from localspec.models import Model
 from localspec.training.answers import AnswerStore
 from localspec.training.block import BlockChoices, TrainableBlock, block_config
 from localspec.training.drafting import DrafterSizes, DraftVocabulary, TrainableDrafter
-from localspec.training.eagle3 import TrainableEagle3, eagle3_config
+from localspec.training.eagle3 import TrainableEagle3, Verifier, eagle3_config
 from localspec.training.mtp import TrainableMtp, mtp_config
 from localspec.training.target import DenseTarget
 from localspec.training.writing import Prompt, WritingLimits, write_answers
@@ -58,11 +58,12 @@ def written(target: TinyTarget, folder: Path, count: int = 60, tokens: int = 24)
 def drafter(kind: str, target: TinyTarget, ids: Sequence[int] | None = None, seed: int = 3) -> TrainableDrafter:
     model = target.dense
     vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), model.vocab_size)
-    sizes = DrafterSizes(model.hidden_size, 48, 4, 2, 16, 1e-5, 10000.0)
+    sizes = DrafterSizes(model.hidden_size, 48, 4, 2, 16, 1e-5, 10000.0, 4096)
     if kind == "mtp":
-        return TrainableMtp(mtp_config(sizes, vocabulary, 4096), model, seed, vocabulary)
+        return TrainableMtp(mtp_config(sizes, vocabulary), model, seed, vocabulary)
     taps = (0, model.num_layers - 1)
     if kind == "eagle3":
-        return TrainableEagle3(eagle3_config(sizes, taps, vocabulary), model, vocabulary, seed)
-    choices = BlockChoices(2, 5, model.vocab_size - 1, taps, 0 if kind == "dflash" else 16, kind != OWN_PLACE)
+        return TrainableEagle3(eagle3_config(sizes, taps, vocabulary, Verifier("tiny")), model, vocabulary, seed)
+    rank = 0 if kind == "dflash" else 16
+    choices = BlockChoices(2, 5, model.vocab_size - 1, taps, model.num_layers, rank, kind != OWN_PLACE)
     return TrainableBlock(block_config(sizes, choices, vocabulary), model, vocabulary, seed)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen3Config
 
 from localspec.core.records import MAX_SLOTS, HiddenNeeds
 from localspec.drafters import DrafterSetup, drafter_module
 from localspec.formats.checkpoint import open_checkpoint
 from localspec.kernels.nvfp4_pack import quantise_nvfp4
+from localspec.storage.safetensors import SafetensorsFile
 from localspec.training.answers import BatchPlan
 from localspec.training.export import export
 from localspec.training.kept import KeptHiddens
@@ -94,6 +97,25 @@ def test_the_drafter_of_the_file_drafts_what_training_measures(kind: str, form: 
                     break
             built.forget(0)
     assert compared >= 8
+
+
+def test_layouts_say_what_other_engines_ask_for(tmp_path: Path) -> None:
+    """Whose drafter it is, how many tokens it drafts, and how far its positions go; a missing one is 2,048 for some."""
+    target = tiny_target(tmp_path / "model")
+    configs = {}
+    for kind in KINDS:
+        export(drafter(kind, target, range(0, 130, 2)), tmp_path / kind)
+        configs[kind] = json.loads((tmp_path / kind / "config.json").read_text())
+    method = configs["eagle3"]["speculators_config"]
+    assert method["verifier"]["name_or_path"] == "tiny" and method["proposal_methods"][0]["speculative_tokens"] == 4
+    inner = LlamaConfig(**configs["eagle3"]["transformer_layer_config"])
+    assert inner.max_position_embeddings == 4096 and inner.vocab_size == target.dense.vocab_size
+    for kind in ("dflash", "dspark"):
+        found = Qwen3Config(**configs[kind])
+        assert found.max_position_embeddings == 4096 and found.num_target_layers == target.dense.num_layers
+        with SafetensorsFile.open(tmp_path / kind / "model.safetensors") as file:
+            assert file.entry("d2t").shape == (found.draft_vocab_size,) == (65,)
+            assert file.entry("t2d").shape == (found.vocab_size,)
 
 
 def test_rounding_in_training_is_the_stored_form() -> None:
