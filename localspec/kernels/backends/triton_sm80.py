@@ -16,8 +16,8 @@ from torch.nn import functional
 from localspec.kernels.compat import version_problem
 from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
-from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.ngram_probe import NgramProbe, TableDrafts
+from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
 from localspec.kernels.ops import (
     Epilogue,

@@ -114,15 +114,8 @@ def table_drafts(probe: NgramProbe, history: Tensor, lengths: Tensor, depths: Te
     table_drafts_kernel[(slots,)](
         *(history, lengths, depths, probe.words, probe.words.view(torch.uint8), hashing.weights, rules.lengths),
         *(rules.speaks, hashing.orders, numbers[0], numbers[1], confidence, counts, history.stride(0)),
-        *(
-            rules.vocabulary,
-            *hashing.mix,
-            hashing.last,
-            probe.words.shape[0] // 8 - 1,
-            rules.speaks.shape[0],
-            rules.min_share,
-        ),
-        *(rules.unsure_share, width, probe.max_tokens),
+        *(rules.vocabulary, *hashing.mix, hashing.last, probe.words.shape[0] // BUCKET_RECORDS - 1),
+        *(rules.speaks.shape[0], rules.min_share, rules.unsure_share, width, probe.max_tokens),
         ORDERS=hashing.orders.shape[0],
         FIRST_TAG=hashing.tags[0],
         SECOND_TAG=hashing.tags[1],
