@@ -25,13 +25,17 @@ from localspec.storage.ngram_runs import NgramTable
 
 MAX_PASS_ROWS = 16
 """Most rows of a pass over what waits: the kernels that read each weight once end there, as verify steps do."""
-FEW_PASS_ROWS = 8
-"""Rows up to which such a kernel takes no more time than for one."""
+FEWEST_PASS_ROWS = 4
+"""So that a drafter which is behind catches up within a few steps."""
 
 
 def pass_rows(window_rows: Iterable[int]) -> int:
-    """Rows of a pass that keeps up with steps of these windows; a drafter that is behind needs a step or two more."""
-    return FEW_PASS_ROWS if sum(window_rows) <= FEW_PASS_ROWS else MAX_PASS_ROWS
+    """Rows, a power of two, of a pass that keeps up with steps of these windows: fewer take less time.
+
+    A drafter that is behind, having paused or followed wider windows, needs a step or two more.
+    """
+    wanted = max(FEWEST_PASS_ROWS, sum(window_rows))
+    return min(1 << (wanted - 1).bit_length(), MAX_PASS_ROWS)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from localspec.core.state import Cache, SequenceState
 from localspec.drafters import MAX_PASS_ROWS, Depths
 from localspec.drafters._block_conv import GroupedConv
 from localspec.drafters._block_shape import BlockShape, LayerView
-from localspec.drafters._waiting import Block, WaitingRows
+from localspec.drafters._waiting import ALL_SLOTS, Block, WaitingRows
 from localspec.formats import Checkpoint
 from localspec.kernels.ops import Norm, Ops, PackedWeight, Paging
 from localspec.layers.linear import check_shape, load_vector
@@ -185,7 +185,7 @@ class BlockBackbone:
         step = _BlockStep(
             paging=Paging.up_to(state.block_tables, torch.where(real, block.slots, -1), furthest),
             positions=first + block.offsets,
-            key_begin=self._waiting.valid_from[slots],
+            key_begin=self._waiting.valid_from(ALL_SLOTS)[slots],
             block_end=first + block.counts[slots].clamp(min=1),
             offsets=block.offsets,
         )

@@ -80,6 +80,7 @@ class ChainDrafter:
             torch.zeros(num_slots + 1, network.hidden_size, device=ops.device, dtype=ops.activation_dtype),
             torch.full((num_slots + 1,), -1, dtype=torch.int64, device=ops.device),
         )
+        """With a place beyond the slots for rows of prompts that are nobody's newest."""
 
     @torch.inference_mode()
     def propose(self, depths: Depths, state: SequenceState, cache: Cache) -> Draft:
@@ -89,18 +90,17 @@ class ChainDrafter:
             return finished_draft([], [], state.lengths > 0, depths, self.origins)
         frame = _Frame.of(state, depths, cache)
         rounds = self._pass(frame, depths, state, count)
-        hidden = self._newest.hidden[: state.lengths.shape[0]]
-        columns = DraftColumns.empty(depths.max_depth, count, rounds.ready, depths.depths)
+        hidden = self._newest.hidden[frame.slots]
+        shape = depths.depths.shape[0], depths.max_depth
+        columns = DraftColumns.empty(shape, count, rounds.ready, depths.depths[frame.slots], frame.slots.start)
         token = depths.depths
         for column in range(count):
             if column:
-                step = frame.step(rounds, column, self._waiting.valid_from)
+                step = frame.step(rounds, column, self._waiting.valid_from(frame.slots))
                 hidden = self._network.run(token, hidden, step, normed=column == 1)
-            # Without a temperature nothing is drawn, and every position has the same noise: none.
-            positions = rounds.positions[column]
-            asked = DrawnRows(state, positions + 2 if depths.sampled else positions, depths.sampled)
             logits = self._network.logits(hidden, normed=column == 0)
-            token, _ = self._drawer.draw(self._ops, logits, asked, columns, column)
+            drawn = frame.drawn(state, rounds.positions[column], depths.sampled)
+            token, _ = self._drawer.draw(self._ops, logits, drawn, columns, column)
         return Draft(columns.token_ids, columns.origins, columns.num_drafts, self.origins, columns.confidence)
 
     @torch.inference_mode()
@@ -126,11 +126,12 @@ class ChainDrafter:
 
     def _pass(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
         """Run rows that wait, oldest first, with the target's hiddens."""
-        taken = self._waiting.take(self._ops, depths, state)
+        taken = self._waiting.take(self._ops, depths, state, frame.slots)
         hidden = self._network.first_hidden(taken.sources)
         hidden = self._network.run(taken.token_ids, hidden, frame.pass_of(taken), normed=True)
-        texts = texts_of(depths, state)
-        return self._ops.keep_newest(taken, hidden, self._newest, texts, num_rounds, self._network.last_norm)
+        texts = texts_of(depths, state, frame.slots)
+        newest = NewestRows(self._newest.hidden[frame.slots], self._newest.position[frame.slots])
+        return self._ops.keep_newest(taken, hidden, newest, texts, num_rounds, self._network.last_norm)
 
     def _run_prompt(self, rows: Rows, source: Tensor, state: SequenceState, cache: Cache) -> None:
         """Run rows with the target's hiddens and keep the output of each slot's newest."""
@@ -148,27 +149,43 @@ class ChainDrafter:
 
 @dataclass(frozen=True)
 class _Frame:
-    """What all passes of a proposal share; each has rows of its own."""
+    """What all passes of a proposal share; each has rows of its own.
+
+    slots: those that hold all slots in question. Rows count from the first of them: kernels then look at no others.
+    """
 
     rows: Rows
     cache: Cache
+    slots: slice
 
     @classmethod
     def of(cls, state: SequenceState, depths: Depths, cache: Cache) -> _Frame:
+        slots = slice(0, state.lengths.shape[0])
+        # Tables of pages that lie in host memory are made for all slots.
+        if depths.slots and cache.cold is None:
+            slots = slice(min(depths.slots), max(depths.slots) + 1)
         # A chain's layers read positions, slots and tables only; the rest stands for itself.
         rows = Rows(
             kind="verify",
             token_ids=state.lengths,
             positions=state.lengths,
             slots=state.lengths,
-            block_tables=state.block_tables,
+            block_tables=state.block_tables[slots],
             lengths=state.lengths,
             window_starts=state.lengths,
             window_rows=state.lengths,
             pending_rows=state.pending_rows,
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
         )
-        return cls(rows, cache)
+        return cls(rows, cache, slots)
+
+    def drawn(self, state: SequenceState, positions: Tensor, sampled: bool) -> DrawnRows:
+        """Rows at these positions, which guess what follows the token behind them."""
+        if not sampled:
+            # Nothing is drawn, and every position has the same noise: none.
+            return DrawnRows(state, positions, sampled)
+        slots = torch.arange(self.slots.start, self.slots.stop, device=positions.device)
+        return DrawnRows(state, positions + 2, sampled, slots)
 
     def pass_of(self, taken: TakenRows) -> LayerStep:
         """Rows that waited."""

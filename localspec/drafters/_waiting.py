@@ -17,6 +17,7 @@ from localspec.drafters import Depths
 from localspec.kernels.draft_rows import KeptRows, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.ops import Ops
 
+ALL_SLOTS = slice(None)
 KEPT_ROWS = 64
 """Rows of a sequence that can wait. After a longer pause the older ones are lost to the drafter."""
 
@@ -65,10 +66,9 @@ class WaitingRows:
             valid_from=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
 
-    @property
-    def valid_from(self) -> Tensor:
-        """[S] int64 first position behind the last gap, which no row behind it may attend to the front of."""
-        return self._kept.valid_from
+    def valid_from(self, slots: slice) -> Tensor:
+        """[W] int64 first position behind the last gap, which no row behind it may attend to the front of."""
+        return self._kept.valid_from[slots]
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""
@@ -89,15 +89,19 @@ class WaitingRows:
         place = torch.where(self.committed(rows, state), rows.slots, self._num_slots)
         self._kept.done.scatter_reduce_(0, place, rows.positions + 1, "amax")
 
-    def take(self, ops: Ops, depths: Depths, state: SequenceState) -> TakenRows:
-        """The oldest waiting rows of the slots that are drafted for, at most `depths.pass_rows`; they count as run."""
-        return ops.take_rows(self._kept, texts_of(depths, state), depths.pass_rows)
+    def take(self, ops: Ops, depths: Depths, state: SequenceState, slots: slice = ALL_SLOTS) -> TakenRows:
+        """The oldest waiting rows of the slots that are drafted for, at most `depths.pass_rows`; they count as run.
+
+        slots: among these, whose numbers the rows then count from.
+        """
+        kept = KeptRows(self._kept.sources[slots], self._kept.done[slots], self._kept.valid_from[slots])
+        return ops.take_rows(kept, texts_of(depths, state, slots), depths.pass_rows)
 
     def caught_up(self, state: SequenceState) -> Tensor:
         """[S] bool: nothing of the slot waits."""
         return self._kept.done[: self._num_slots] == state.lengths - 1
 
 
-def texts_of(depths: Depths, state: SequenceState) -> SlotTexts:
+def texts_of(depths: Depths, state: SequenceState, slots: slice = ALL_SLOTS) -> SlotTexts:
     """The sequences as the back end's operations see them."""
-    return SlotTexts(state.history, state.lengths, depths.depths)
+    return SlotTexts(state.history[slots], state.lengths[slots], depths.depths[slots])

@@ -25,7 +25,7 @@ class KeptRows:
     """Rows that were seen and not run: the row of position p lies at p modulo K. sources: [S + 1, K, N].
 
     done: [S + 1] int64 positions that were run, -1: none was ever seen. valid_from: [S] int64 first position behind the
-    last gap. The place beyond the slots takes rows that are nobody's.
+    last gap. The place beyond the slots takes rows that are nobody's; who only takes rows needs none.
     """
 
     sources: Tensor
@@ -62,7 +62,7 @@ class TakenRows:
 
 @dataclass(frozen=True)
 class NewestRows:
-    """Of each slot's newest row that was run, and a place beyond for nobody's: hidden [S + 1, D], position [S + 1]."""
+    """Of each slot's newest row that was run. hidden: [S, D]; position: [S] int64, -1: none."""
 
     hidden: Tensor
     position: Tensor
@@ -71,28 +71,32 @@ class NewestRows:
 @dataclass(frozen=True)
 class DraftColumns:
     """Drafts of all slots, written column by column. token_ids (-1: none), origins: [S, K] int64; confidence: [S, K]
-    float32; num_drafts: [S] int64. num_columns: that are guessed, at most K; ready: [S] bool, slots that can be drafted
-    for; depths: [S] int64."""
+    float32; num_drafts: [S] int64. num_columns: that are guessed, at most K; first: slot of the first of W rows that
+    are drafted for; ready: [W] bool, those of them that can be; depths: [W] int64."""
 
     token_ids: Tensor
     origins: Tensor
     confidence: Tensor
     num_drafts: Tensor
     num_columns: int
+    first: int
     ready: Tensor
     depths: Tensor
 
     @classmethod
-    def empty(cls, width: int, num_columns: int, ready: Tensor, depths: Tensor) -> DraftColumns:
-        """Nothing is written yet; what the columns are is told as each one is noted."""
-        numbers = torch.empty(2, ready.shape[0], width, dtype=torch.int64, device=ready.device)
-        confidence = torch.empty(ready.shape[0], width, dtype=torch.float32, device=ready.device)
-        return cls(numbers[0], numbers[1], confidence, torch.empty_like(depths), num_columns, ready, depths)
+    def empty(
+        cls, shape: tuple[int, int], num_columns: int, ready: Tensor, depths: Tensor, first: int = 0
+    ) -> DraftColumns:
+        """Nothing is written yet; shape: slots, columns."""
+        numbers = torch.empty(2, *shape, dtype=torch.int64, device=ready.device)
+        confidence = torch.empty(shape, dtype=torch.float32, device=ready.device)
+        counts = torch.empty(shape[:1], dtype=torch.int64, device=ready.device)
+        return cls(numbers[0], numbers[1], confidence, counts, num_columns, first, ready, depths)
 
 
 @dataclass(frozen=True)
 class DraftNote:
-    """The column that a draft of every slot is written to. chosen: [S] int64 tokens to note instead of the best."""
+    """The column that a draft of every row is written to. chosen: [W] int64 tokens to note instead of the best."""
 
     columns: DraftColumns
     column: int

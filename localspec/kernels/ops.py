@@ -208,8 +208,8 @@ class Ops(Protocol):
         """The best token of each row, [R] int64, and its probability, [R] float32; of equals the lowest place.
 
         logits: [R, n] float32; divisor: [R] float32 temperature; ids: [n] int64 target id of each place, -1 where the
-        target has no such token, which is then never taken. `note`: rows are slots, and what was found, or the token
-        chosen instead, becomes a column of their drafts; the first one also writes what no column will.
+        target has no such token, which is then never taken. `note`: what was found, or the token chosen instead,
+        becomes a column of the rows' drafts; the first one also writes what no column will, of all slots.
         """
         ...
 

@@ -28,16 +28,17 @@ def best_tokens(
 
 def _note(note: DraftNote, tokens: Tensor, certainty: Tensor) -> None:
     columns, column = note.columns, note.column
+    rows = slice(columns.first, columns.first + tokens.shape[0])
     if column == 0:
-        columns.token_ids[:, columns.num_columns :] = -1
-        columns.origins[:, columns.num_columns :] = 0
-        columns.confidence[:, columns.num_columns :] = 0.0
+        columns.token_ids.fill_(-1)
+        columns.origins.zero_()
+        columns.confidence.zero_()
+        columns.num_drafts.zero_()
         count = columns.depths.clamp(0, columns.num_columns)
-        columns.num_drafts.copy_(torch.where(columns.ready, count, 0))
+        columns.num_drafts[rows] = torch.where(columns.ready, count, 0)
     drafts = columns.ready & (columns.depths > column)
-    columns.token_ids[:, column] = torch.where(drafts, tokens if note.chosen is None else note.chosen, -1)
-    columns.confidence[:, column] = torch.where(drafts, certainty, 0.0)
-    columns.origins[:, column] = 0
+    columns.token_ids[rows, column] = torch.where(drafts, tokens if note.chosen is None else note.chosen, -1)
+    columns.confidence[rows, column] = torch.where(drafts, certainty, 0.0)
 
 
 def store_rows(kept: KeptRows, seen: SeenRows, lengths: Tensor) -> None:
@@ -84,11 +85,12 @@ def take_rows(kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
 def keep_newest(taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int) -> Rounds:
     """See `Ops.keep_newest`."""
     num_slots = texts.lengths.shape[0]
-    at_end = (taken.slots >= 0) & (taken.positions == texts.lengths[taken.slots.clamp(min=0)] - 2)
-    place = torch.where(at_end, taken.slots, num_slots)
-    newest.hidden[place] = hidden.to(newest.hidden.dtype)
-    newest.position[place] = taken.positions
-    ready = (newest.position[:num_slots] == texts.lengths - 2) & (texts.lengths >= 2)
+    slot = torch.arange(num_slots, device=texts.lengths.device)[:, None]
+    is_newest = (taken.slots == slot) & (taken.positions == texts.lengths[:, None] - 2)  # [S, R]
+    found, row = is_newest.any(dim=1), is_newest.to(torch.uint8).argmax(dim=1)
+    newest.hidden.copy_(torch.where(found[:, None], hidden[row].to(newest.hidden.dtype), newest.hidden))
+    newest.position.copy_(torch.where(found, texts.lengths - 2, newest.position))
+    ready = (newest.position == texts.lengths - 2) & (texts.lengths >= 2)
     column = torch.arange(num_rounds, device=ready.device)[:, None]
     positions = (texts.lengths - 2).clamp(min=0) + column
     runs = ready & (texts.depths > column)

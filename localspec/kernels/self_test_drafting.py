@@ -104,14 +104,13 @@ def _proposal(ops: Ops, device: torch.device, case: _Case, num_rows: int) -> dic
     joined = (norms[0], norms[1])
     found["joined"] = ops.joined_norms(taken.token_ids, there(case.table), taken.sources, joined, norms[2])
     newest = NewestRows(
-        torch.zeros(SLOTS + 1, WIDTH, device=device, dtype=dtype),
-        torch.full((SLOTS + 1,), -1, dtype=torch.int64, device=device),
+        torch.zeros(SLOTS, WIDTH, device=device, dtype=dtype),
+        torch.full((SLOTS,), -1, dtype=torch.int64, device=device),
     )
     rounds = ops.keep_newest(taken, there(case.hidden[:num_rows]), newest, texts, DRAFTS, norms[2])
     found |= {f"rounds {name}": value for name, value in _tensors(rounds)}
-    # The place beyond the slots is nobody's: back ends may leave anything there.
-    found |= {"hidden": newest.hidden[:SLOTS], "position": newest.position[:SLOTS]}
-    columns = DraftColumns.empty(DRAFTS + 1, DRAFTS, rounds.ready, texts.depths)
+    found |= {"hidden": newest.hidden, "position": newest.position}
+    columns = DraftColumns.empty((SLOTS + 2, DRAFTS + 1), DRAFTS, rounds.ready, texts.depths, first=1)
     divisor = torch.tensor([1.0, 0.5, 2.0, 1.0], device=device)
     for column, logits in enumerate(case.logits):
         chosen = texts.lengths if column == 1 else None

@@ -56,15 +56,15 @@ def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
         assert not tickets.any()
         seen_lost += int((kept.valid_from > 2).any())
         hidden = torch.randn(num_rows, WIDTH, generator=generator)
-        newest = NewestRows(torch.randn(SLOTS + 1, WIDTH, generator=generator), draw(-1, 30, SLOTS + 1))
+        newest = NewestRows(torch.randn(SLOTS, WIDTH, generator=generator), draw(-1, 30, SLOTS))
         if round_ % 2:
-            newest.position[:SLOTS] = torch.where(draw(0, 2, SLOTS) > 0, lengths - 2, newest.position[:SLOTS])
+            newest.position[:] = torch.where(draw(0, 2, SLOTS) > 0, lengths - 2, newest.position)
         same = NewestRows(**_copy(newest))
         used = norm if round_ % 3 else None
         rounds = waiting_rows.keep_newest(found, hidden, newest, texts, 1 + round_ % 5, used)
         _equal(rounds, REFERENCE.keep_newest(wanted, hidden, same, texts, 1 + round_ % 5, used))
-        torch.testing.assert_close(newest.hidden[:SLOTS], same.hidden[:SLOTS])
-        assert torch.equal(newest.position[:SLOTS], same.position[:SLOTS])
+        torch.testing.assert_close(newest.hidden, same.hidden)
+        assert torch.equal(newest.position, same.position)
         seen_ready += int(rounds.ready.any())
     assert seen_ready > 5 and seen_lost > 5
 
@@ -111,13 +111,13 @@ def test_best_tokens(size: int) -> None:
             torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("width", "num_columns"), [(1, 1), (3, 3), (7, 4)])
-def test_drafts_are_noted_column_by_column(width: int, num_columns: int) -> None:
+@pytest.mark.parametrize(("width", "num_columns", "first", "num_slots"), [(1, 1, 0, 4), (3, 3, 1, 6), (7, 4, 2, 6)])
+def test_drafts_are_noted_column_by_column(width: int, num_columns: int, first: int, num_slots: int) -> None:
     torch.manual_seed(width)
     tickets = torch.zeros(SLOTS, dtype=torch.int32)
     ready, depths = torch.tensor([True, True, False, True]), torch.tensor([2, 0, 3, 9])
-    found = DraftColumns.empty(width, num_columns, ready, depths)
-    wanted = DraftColumns.empty(width, num_columns, ready, depths)
+    found = DraftColumns.empty((num_slots, width), num_columns, ready, depths, first)
+    wanted = DraftColumns.empty((num_slots, width), num_columns, ready, depths, first)
     for columns in (found, wanted):
         for name in ("token_ids", "origins", "confidence", "num_drafts"):
             getattr(columns, name).fill_(77)
@@ -129,8 +129,10 @@ def test_drafts_are_noted_column_by_column(width: int, num_columns: int) -> None
     for name in ("token_ids", "origins", "num_drafts"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     torch.testing.assert_close(found.confidence, wanted.confidence)
-    assert found.num_drafts.tolist() == [min(2, num_columns), 0, 0, num_columns]
-    assert found.token_ids[3, num_columns:].tolist() == [-1] * (width - num_columns) and found.token_ids[3, 0] >= 0
+    after = [0] * (num_slots - SLOTS - first)
+    assert found.num_drafts.tolist() == [0] * first + [min(2, num_columns), 0, 0, num_columns] + after
+    last = found.token_ids[first + 3]
+    assert last[num_columns:].tolist() == [-1] * (width - num_columns) and last[0] >= 0
 
 
 def test_joined_norms() -> None:

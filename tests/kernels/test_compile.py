@@ -96,7 +96,8 @@ _BEST = {f"{name}_ptr": INT64 for name in _NOTED} | {
     "partial_place_ptr": INT32,
     "tickets_ptr": INT32,
 }
-_BEST_FORM = {"DIVIDED": True, "MAPPED": True, "NOTED": True, "CHOSEN": True, "COLUMNS": 16, "CHUNK": 4096, "PARTS": 64}
+_BEST_FORM = {"DIVIDED": True, "MAPPED": True, "NOTED": True, "CHOSEN": True, "SLOTS": 4, "COLUMNS": 16}
+_BEST_FORM |= {"CHUNK": 4096, "PARTS": 64}
 _JOINED = {"ids_ptr": INT64, "table_ptr": BF16, "hidden_ptr": BF16, "out_ptr": BF16}
 _JOINED_FORM = {"FIRST": 2, "SECOND": 2, "BEFORE": 2, "BLOCK_WIDTH": 8192, "PDL": False}
 _NEWEST_FORM = {"ROWS": 16, "SLOTS": 4, "ROUNDS": 8, "BLOCK_WIDTH": 8192, "NORM": 2, "PDL": False}

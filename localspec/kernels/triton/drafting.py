@@ -76,33 +76,39 @@ def joined_norms_kernel(
 @triton.jit
 def note_draft(
     row, token, certainty, chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr,
-    width, num_columns, column, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr,
+    num_slots, width, num_columns, column, first, num_rows, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write one column of a slot's drafts, and with the first what no column will write. COLUMNS: a power of two >=
-    width."""
+    """Write a row's draft of one column; with the first also what no column will write, of its own slot and, by the
+    first row, of slots without rows. SLOTS, COLUMNS: powers of two >= num_slots, width."""
     depth = tl.load(depths_ptr + row)
     ready = tl.load(ready_ptr + row) != 0
     if CHOSEN:
         token = tl.load(chosen_ptr + row)
-    each = tl.arange(0, COLUMNS)
-    mine = each == column
-    wanted = (mine | ((column == 0) & (each >= num_columns))) & (each < width)
+    slot, each = tl.arange(0, SLOTS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    own = slot == first + row
+    nobodys = (row == 0) & ((slot < first) | (slot >= first + num_rows)) & (slot < num_slots)
+    mine = own & (each == column)
+    rest = (column == 0) & (nobodys | (own & (each >= num_columns)))
+    wanted = (mine | rest) & (each < width)
     drafts = mine & ready & (depth > column)
-    place = row * width + each
+    place = slot * width + each
     tl.store(drafts_ptr + place, tl.where(drafts, token, -1), mask=wanted)
     tl.store(confidence_ptr + place, tl.where(drafts, certainty, 0.0), mask=wanted)
-    tl.store(origins_ptr + place, tl.zeros([COLUMNS], tl.int64), mask=wanted)
+    tl.store(origins_ptr + place, tl.zeros([SLOTS, COLUMNS], tl.int64), mask=wanted)
     if column == 0:
         count = tl.minimum(tl.maximum(depth, 0), num_columns)
-        tl.store(counts_ptr + row, tl.where(ready, count, 0))
+        counts = tl.where(own & ready, count, 0)
+        tl.store(counts_ptr + slot, counts, mask=own | nobodys)
 
 
-@triton.jit(do_not_specialize=["stride", "draft_width", "num_columns", "column"])
+@triton.jit(do_not_specialize=["stride", "num_slots", "draft_width", "num_columns", "column", "first_slot"])
 def best_tokens_kernel(
     logits_ptr, divisor_ptr, ids_ptr, partial_ptr, partial_place_ptr, tickets_ptr, tokens_ptr, certainty_ptr,
-    chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr, size, stride, draft_width,
-    num_columns, column, DIVIDED: tl.constexpr, MAPPED: tl.constexpr, NOTED: tl.constexpr, CHOSEN: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr, size, stride, num_slots,
+    draft_width, num_columns, column, first_slot, DIVIDED: tl.constexpr, MAPPED: tl.constexpr, NOTED: tl.constexpr,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, parts). partial_ptr: [R, 2, PARTS] float32, partial_place_ptr: [R, PARTS] int32, both scratch;
     tickets_ptr: [R] int32, zero before and after. PARTS: a power of two >= parts. NOTED: see `note_draft`."""
@@ -146,7 +152,8 @@ def best_tokens_kernel(
         if NOTED:
             note_draft(
                 row, token, certainty, chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr,
-                counts_ptr, draft_width, num_columns, column, CHOSEN, COLUMNS,
+                counts_ptr, num_slots, draft_width, num_columns, column, first_slot, tl.num_programs(0), CHOSEN, SLOTS,
+                COLUMNS,
             )  # fmt: skip
 
 
@@ -198,9 +205,7 @@ def best_tokens(
     if logits.stride(1) != 1 or logits.dtype != torch.float32 or tickets.numel() < num_rows:
         raise ValueError("logits must be float32 and contiguous in their last dimension, with a ticket for each row")
     if note is not None and note.columns.ready.shape[0] != num_rows:
-        raise ValueError(
-            f"{num_rows} rows cannot be noted for {note.columns.ready.shape[0]} slots; they must be the slots"
-        )
+        raise ValueError(f"{num_rows} rows cannot be noted for {note.columns.ready.shape[0]}; they must be the same")
     device = logits.device
     parts = triton.cdiv(size, CHUNK)
     padded = triton.next_power_of_2(parts)
@@ -208,19 +213,20 @@ def best_tokens(
     places = torch.empty(num_rows, padded, dtype=torch.int32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     certainty = torch.empty(num_rows, dtype=torch.float32, device=device)
-    unread = (tokens, tokens, tokens, tokens, tokens, certainty, tokens, 1, 0, 0)
+    unread = (tokens, tokens, tokens, tokens, tokens, certainty, tokens, 1, 1, 0, 0, 0)
+    noted = unread if note is None else _note_arguments(note)
+    slots, columns = (1, 1) if note is None else note.columns.token_ids.shape
     dependent = dependent_launch(device)
     best_tokens_kernel[(num_rows, parts)](
         *(logits, logits if divisor is None else divisor.contiguous(), tokens if ids is None else ids),
         *(partial, places, tickets, tokens, certainty),
-        *(unread if note is None else _note_arguments(note))[:7],
-        *(size, logits.stride(0)),
-        *(unread if note is None else _note_arguments(note))[7:],
+        *(*noted[:7], size, logits.stride(0), *noted[7:]),
         DIVIDED=divisor is not None,
         MAPPED=ids is not None,
         NOTED=note is not None,
         CHOSEN=note is not None and note.chosen is not None,
-        COLUMNS=1 if note is None else triton.next_power_of_2(note.columns.token_ids.shape[1]),
+        SLOTS=triton.next_power_of_2(slots),
+        COLUMNS=triton.next_power_of_2(columns),
         CHUNK=CHUNK,
         PARTS=padded,
         PDL=dependent,
@@ -236,5 +242,5 @@ def _note_arguments(note: DraftNote) -> tuple[Tensor | int, ...]:
     return (
         *(columns.token_ids if note.chosen is None else note.chosen.contiguous(), columns.ready.view(torch.uint8)),
         *(columns.depths, columns.token_ids, columns.origins, columns.confidence, columns.num_drafts),
-        *(columns.token_ids.shape[1], columns.num_columns, note.column),
+        *(*columns.token_ids.shape, columns.num_columns, note.column, columns.first),
     )
