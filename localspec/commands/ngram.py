@@ -227,13 +227,13 @@ class ProgressLines:
 def _explained(name: str) -> Iterator[None]:
     """Errors of the layers below as one line and an exit code."""
     from localspec.hub.records import HubError
-    from localspec.storage.errors import DamagedFile, WrongOwner
+    from localspec.storage.errors import DamagedFile, TableFull, WrongOwner
 
     try:
         yield
     except HubError as error:
         fail(str(error), error.exit_code)
-    except (DamagedFile, WrongOwner) as error:
+    except (DamagedFile, TableFull, WrongOwner) as error:
         fail(str(error))
     except FileNotFoundError:
         fail(f"there is no table {name}; make it with: localspec ngram build {name} PATH")

@@ -14,6 +14,10 @@ class WrongOwner(ValueError):
     """A file is whole but belongs to another model, tokenizer or format version, so nothing in it may be used."""
 
 
+class TableFull(ValueError):
+    """A table cannot name more sources; what it holds stays."""
+
+
 class QueueFull(RuntimeError):
     """More requests wait than the reader was built for; nothing of the batch was posted."""
 

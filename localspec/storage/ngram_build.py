@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from localspec.storage.errors import DamagedFile
+from localspec.storage.errors import DamagedFile, TableFull
 from localspec.storage.files import WriteFunction
 from localspec.storage.ngram_format import MAX_SOURCE
 from localspec.storage.ngram_manifest import Manifest, RunEntry, TableDirectory, entry_of
@@ -125,7 +125,8 @@ class RunBuilder:
         """Take one document. `source` is what can later be deleted as one: a file, a chat, a corpus.
 
         Raises:
-            ValueError: a token id is negative or above 16,777,215, or there are too many sources.
+            ValueError: a token id is negative or above 16,777,215.
+            TableFull: there are too many sources.
             OSError: the disk is full; what was flushed before stays and the build can be resumed.
         """
         array = np.asarray(tokens)
@@ -163,7 +164,7 @@ class RunBuilder:
             return known
         number = self._manifest.next_source + len(self._new_sources)
         if number > MAX_SOURCE:
-            raise ValueError(f"A table holds at most {MAX_SOURCE} sources; give a whole corpus one name.")
+            raise TableFull(f"A table holds at most {MAX_SOURCE} sources; give a whole corpus one name.")
         self._new_sources[source] = number
         return number
 

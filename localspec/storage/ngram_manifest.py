@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from localspec.storage.errors import DamagedFile, WrongOwner
+from localspec.storage.errors import DamagedFile, TableFull, WrongOwner
 from localspec.storage.files import (
     AtomicFile,
     WriteFunction,
@@ -129,7 +129,10 @@ class TableDirectory:
             raise DamagedFile(f"{self.manifest_path} is damaged; remove this table and build it again.") from None
 
     def update(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Replace the manifest by what `change` makes of the newest one; safe against other processes."""
+        """Replace the manifest by what `change` makes of the newest one; safe against other processes.
+
+        Raises TableFull if it names too many sources; the old one stays.
+        """
         with self._manifest_lock():
             manifest = change(self.load())
             self._store(manifest)
@@ -167,6 +170,11 @@ class TableDirectory:
         fields["tokenizer_fingerprint"] = manifest.tokenizer_fingerprint.hex()
         fields["deleted"] = sorted(manifest.deleted)
         body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(body) > MAX_MANIFEST_BYTES - 64:
+            # It could not be read again.
+            raise TableFull(
+                f"The table {self.path.name!r} cannot name {len(manifest.sources):,} sources; build several from parts."
+            )
         with AtomicFile(self.manifest_path, write_function=self._write_function) as file:
             file.write(f"{xxhash.xxh3_64_intdigest(body):016x}\n".encode() + body)
 

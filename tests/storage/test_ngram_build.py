@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from localspec.storage.aio import AsyncReader
+from localspec.storage.errors import TableFull
 from localspec.storage.files import TEMPORARY_PREFIX
 from localspec.storage.ngram_build import RunBuilder, delete_source
 from localspec.storage.ngram_format import MAX_RECORDS_PER_ADDRESS, MAX_TOKEN
@@ -315,6 +316,18 @@ def test_merge_skips_damaged_pages_and_says_so(tmp_path: Path, documents: list[T
         report = builder.finish()
     assert (report.damaged_pages, report.damaged_runs) == (1, 1)
     assert check_serves_only_truth(directory, Occurrences(documents), documents) > 50
+
+
+def test_a_list_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, documents: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "t", documents[:1])
+    monkeypatch.setattr("localspec.storage.ngram_manifest.MAX_MANIFEST_BYTES", 2000)
+    with RunBuilder(tmp_path / "t", TOKENIZER) as builder, pytest.raises(TableFull, match="31 sources"):
+        for number in range(30):
+            builder.add(f"{number} {'long name ' * 10}", documents[1][:50])
+        builder.finish()
+    assert len(TableDirectory(tmp_path / "t").load().sources) == 1
 
 
 def test_a_run_that_was_removed_by_hand_is_counted_and_harms_nothing(tmp_path: Path, documents: list[Tokens]) -> None:
