@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localspec.core.records import Rows
 from localspec.core.state import SequenceState
-from localspec.drafters import Depths
+from localspec.drafters import MAX_PASS_ROWS, Depths
 from localspec.kernels.draft_rows import KeptRows, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.ops import Ops
 
@@ -90,12 +90,19 @@ class WaitingRows:
         self._kept.done.scatter_reduce_(0, place, rows.positions + 1, "amax")
 
     def take(self, ops: Ops, depths: Depths, state: SequenceState, slots: slice = ALL_SLOTS) -> TakenRows:
-        """The oldest waiting rows of the slots that are drafted for, at most `depths.pass_rows`; they count as run.
+        """The oldest waiting rows of the slots that are drafted for; they count as run. At most `depths.pass_rows`, or
+        where the host knows how many there are, all of them up to MAX_PASS_ROWS.
 
         slots: among these, whose numbers the rows then count from.
         """
         kept = KeptRows(self._kept.sources[slots], self._kept.done[slots], self._kept.valid_from[slots])
-        return ops.take_rows(kept, texts_of(depths, state, slots), depths.pass_rows)
+        texts = texts_of(depths, state, slots)
+        num_rows = depths.pass_rows
+        if ops.waits:
+            asked = (texts.depths > 0) & (kept.done[: len(texts.depths)] >= 0)
+            waiting = torch.where(asked, texts.lengths - 1 - kept.done[: len(asked)], 0).clamp(0, MAX_PASS_ROWS)
+            num_rows = min(max(int(waiting.sum()), 1), MAX_PASS_ROWS)
+        return ops.take_rows(kept, texts, num_rows)
 
     def caught_up(self, state: SequenceState) -> Tensor:
         """[S] bool: nothing of the slot waits."""
