@@ -33,8 +33,8 @@ UNCOUNTED_STEPS = 2
 """Of a calibration: the first ones make room and choose kernels."""
 BETAS = (0.9, 0.95)
 CLIP = 1.0
-SAVE_S = 60.0
-"""A checkpoint is written at least this often, however slow the steps are."""
+SAVE_S, SAVE_SHARE = 20.0, 0.05
+"""A checkpoint is written at least this often, however slow the steps are, unless writing takes more than its share."""
 FITTED_SEQUENCES = 16
 Report = Callable[[str], None]
 
@@ -115,6 +115,7 @@ class Trainer:
         recent: list[Tensor] = []
         parts: dict[str, Tensor] = {}
         started = saved = time.monotonic()
+        wait_s = SAVE_S
         while self.step < self.plan.steps:
             self._set_rounding(self.step)
             rate = self.plan.rate(self.step)
@@ -133,9 +134,11 @@ class Trainer:
                 recent = []
                 self.curve.append(point)
                 report(f"{told(point, self.plan.steps)} {time.monotonic() - started:.0f} s")
-            if self.step % self.plan.save_every == 0 or last or time.monotonic() - saved > SAVE_S:
+            if self.step % self.plan.save_every == 0 or last or time.monotonic() - saved > wait_s:
+                begun = time.monotonic()
                 self.save()
                 saved = time.monotonic()
+                wait_s = max(SAVE_S, (saved - begun) / SAVE_SHARE)
         self._set_rounding(self.plan.steps)
         return self.curve
 
