@@ -152,6 +152,7 @@ class TableSync:
         self._tokenise_s = self._started_s = self._shown_s = 0.0
         self._done_bytes = self._total_bytes = 0
         self._passed: Passed = Counter()
+        self._doomed: list[str] = []
 
     def manifest(self) -> Manifest | None:
         """The table as it is, or None if there is none. Raises DamagedFile."""
@@ -192,11 +193,12 @@ class TableSync:
         with RunBuilder(self._directory, self._fingerprint, order=self._options.order, build=build) as builder:
             manifest = self._open(builder, build)
             if self._options.remove_missing:
-                self._delete(builder, self._missing(self._known, files, paths, manifest))
+                self._doom(self._missing(self._known, files, paths, manifest))
             self._note_mount_points(files, paths, manifest)
             begun_s = time.monotonic()
-            for batch in _batches(self._new_texts(builder, files)):
+            for batch in _batches(self._new_texts(files)):
                 self._add(builder, batch, progress)
+            self._delete_doomed(builder)
             table = builder.finish(self._options.min_count, lambda share: progress(self._progress(merged_share=share)))
             index_s = time.monotonic() - begun_s - self._tokenise_s
         return SyncReport(
@@ -258,7 +260,7 @@ class TableSync:
         if points != manifest.mount_points:
             TableDirectory(self._directory).update(lambda newest: replace(newest, mount_points=points))
 
-    def _new_texts(self, builder: RunBuilder, files: Sequence[CorpusFile]) -> Iterator[tuple[str, str]]:
+    def _new_texts(self, files: Sequence[CorpusFile]) -> Iterator[tuple[str, str]]:
         """(source name, text) of what the table does not have; old forms of a source are deleted on the way."""
         counts: dict[str, int] = {}
         settled: set[str] = set()
@@ -278,7 +280,7 @@ class TableSync:
                 if self._is_new(file, name):
                     if text.source not in settled:
                         settled.add(text.source)
-                        self._delete(builder, self._known.outdated(text.source, text.stamp))
+                        self._doom(self._known.outdated(text.source, text.stamp))
                     yield name, text.text
             if file.kind == "chats":
                 chats.update(seen)
@@ -288,7 +290,7 @@ class TableSync:
             self._done_bytes = before_bytes + file.size_bytes
         if chats_whole and any(file.kind == "chats" for file in files):
             gone = [source for source in self._known.by_source if source.startswith("chat:") and source not in chats]
-            self._delete(builder, [name for source in gone for name in self._known.by_source[source]])
+            self._doom([name for source in gone for name in self._known.by_source[source]])
 
     def _is_new(self, file: CorpusFile, name: str) -> bool:
         if name in self._known.names:
@@ -301,11 +303,17 @@ class TableSync:
             self._known.digests.add(digest)
         return True
 
-    def _delete(self, builder: RunBuilder, names: Iterable[str]) -> None:
+    def _doom(self, names: Iterable[str]) -> None:
+        """They go before the next batch is added, together: each change of the table's list writes it anew."""
         for name in names:
-            self._removed += builder.delete(name)
+            self._doomed.append(name)
             # A copy of what went is no duplicate any more.
             self._known.digests.discard(SourceName.parse(name).digest)
+
+    def _delete_doomed(self, builder: RunBuilder) -> None:
+        if self._doomed:
+            self._removed += builder.delete(*self._doomed)
+            self._doomed = []
 
     def _has(self, file: CorpusFile) -> bool:
         source, stamp = file.name, _stamp(file)
@@ -315,6 +323,7 @@ class TableSync:
         begun_s = time.monotonic()
         encodings = self._tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
         self._tokenise_s += time.monotonic() - begun_s
+        self._delete_doomed(builder)
         for (name, _), encoding in zip(batch, encodings, strict=True):
             builder.add(name, encoding.ids)
             self._tokens += len(encoding.ids)

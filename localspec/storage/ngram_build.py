@@ -147,15 +147,16 @@ class RunBuilder:
             # Larger than a chunk: its runs get their names together, so that it counts as a whole or not at all.
             self.flush()
 
-    def delete(self, source: str) -> bool:
-        """`delete_source` for the holder of the builder: what is added under the name afterwards is new text.
+    def delete(self, *sources: str) -> int:
+        """`delete_sources` for the holder of the builder: what is added under the names afterwards is new text.
 
         For a file that changed: delete, then add.
         """
-        if source in self._new_sources:
+        if any(source in self._new_sources for source in sources):
             self.flush()
-        found = delete_source(self._table.path, source)
-        self._manifest = self._table.load()
+        found = delete_sources(self._table.path, sources)
+        if found:
+            self._manifest = self._table.load()
         return found
 
     def _source_number(self, source: str) -> int:
@@ -330,19 +331,22 @@ def _exchanged(
 
 
 def delete_source(directory: Path, source: str) -> bool:
-    """Put a tombstone on a source: readers stop serving it at their next refresh; False when the table has no such one.
+    """See `delete_sources`."""
+    return bool(delete_sources(directory, [source]))
 
-    Works while a builder runs. The bytes go with `RunBuilder.purge_deleted`.
+
+def delete_sources(directory: Path, sources: Sequence[str]) -> int:
+    """Put tombstones on sources: readers stop serving them at their next refresh. Returns how many the table had.
+
+    Works while a builder runs, as one change of its list. The bytes go with `RunBuilder.purge_deleted`.
     """
-    found: list[int] = []
+    found: set[int] = set()
 
     def change(manifest: Manifest) -> Manifest:
         rest = dict(manifest.sources)
-        number = rest.pop(source, None)
-        if number is None:
-            return manifest
-        found.append(number)
-        return replace(manifest, sources=rest, deleted=manifest.deleted | {number})
+        found.update(rest.pop(source) for source in sources if source in rest)
+        return replace(manifest, sources=rest, deleted=manifest.deleted | found) if found else manifest
 
-    TableDirectory(directory).update(change)
-    return bool(found)
+    if sources:
+        TableDirectory(directory).update(change)
+    return len(found)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from localspec.chats import NewChat, Stored, open_store
 from localspec.commands.ngram import ngram
-from localspec.storage.ngram_manifest import TableDirectory
+from localspec.storage.ngram_manifest import Manifest, TableDirectory
 
 Invoke = Callable[..., Result]
 
@@ -82,6 +82,31 @@ def test_add_replaces_what_changed_and_nothing_else(home: Path, tree: Path, invo
     # The copy of what a.py was is no duplicate any more.
     assert document["new_sources"] == 2 and document["removed_sources"] == 1
     assert len(TableDirectory(home / "ngram" / "mine").load().deleted) <= 1
+
+
+def test_many_changed_files_are_few_changes_of_the_list(
+    home: Path, tree: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tree / f"{number}.txt" for number in range(40)]
+    for number, path in enumerate(paths):
+        path.write_text(f"text {number} as it was")
+    invoke("build", "mine", tree)
+    for number, path in enumerate(paths):
+        path.write_text(f"text {number} as it is now") if number % 2 else path.unlink()
+    updates = []
+    update = TableDirectory.update
+
+    def counted(self: TableDirectory, change: Callable[[Manifest], Manifest]) -> Manifest:
+        updates.append(change)
+        return update(self, change)
+
+    monkeypatch.setattr(TableDirectory, "update", counted)
+    invoke("watch", "mine", tree, "--rounds", "1")
+    assert len(updates) < 8
+    assert {Path(name).name for name in sources(home, "mine") if name.endswith(".txt")} == {
+        path.name for path in paths[1::2]
+    }
+    assert len(TableDirectory(home / "ngram" / "mine").load().sources) == len(sources(home, "mine"))
 
 
 def test_watch_follows_new_and_removed_files(home: Path, tree: Path, invoke: Invoke) -> None:
