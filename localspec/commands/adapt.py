@@ -33,14 +33,14 @@ from localspec.commands.common import (
 )
 from localspec.commands.options import device_option, json_option
 from localspec.config import Settings
-from localspec.storage.files import AtomicFile
+from localspec.storage.files import AtomicFile, exclusive_lock
 
 if TYPE_CHECKING:
     from localspec.engine.build import ModelPlace
     from localspec.training.answers import Answer
 
 METHODS = ("eagle3", "dflash", "dspark", "mtp")
-CONSENT_FILE = "adapt.json"
+CONSENT_FILE, LOCK_FILE = "adapt.json", "adapt.lock"
 PREVIOUS = "previous"
 HELD_OUT_ONE_IN = 5
 LEAST_ANSWERS = 8
@@ -73,12 +73,16 @@ def adapt(model: str | None, **options: Any) -> None:
         return
     try:
         place = make_locator(config, True, options["device"])(model or default_model(config), lambda line: None)
-        if options["undo"]:
-            results = [_undo(config, name) for name in _wanted(config, place.id, options["method"])]
-        elif not _agreed(config, options["yes"], options["nightly"]):
+        if not options["undo"] and not _agreed(config, options["yes"], options["nightly"]):
             return
-        else:
-            results = _adapt_all(config, place, options)
+        # Two at a time would put aside each other's drafters.
+        with exclusive_lock(config.paths.data_dir / LOCK_FILE, wait=False):
+            if options["undo"]:
+                results = [_undo(config, name) for name in _wanted(config, place.id, options["method"])]
+            else:
+                results = _adapt_all(config, place, options)
+    except BlockingIOError:
+        fail("another adaptation is under way; call this again when it is done")
     except EngineError as error:
         fail_engine(error)
     except (ValueError, OSError) as error:

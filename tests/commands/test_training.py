@@ -124,6 +124,9 @@ def test_chats_are_read_only_with_agreement(home: Path) -> None:
     code, text = invoke(adapt, *common)
     assert code == 2 and "agreement" in text
     assert invoke(adapt, *common, "--nightly") == (0, "")
+    with exclusive_lock(home / "adapt.lock", wait=False):
+        code, text = invoke(adapt, *common, "--yes")
+        assert code == 1 and "another adaptation" in text
     code, text = invoke(adapt, *common, "--yes")
     assert code == 0, text
     assert "acceptance length" in text
