@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PROGRESS_LINE_EVERY_S = 2.0
+_LARGEST_SHARE = 0.04
+"""Of a core, for looking at files that do not change: in large trees the looks are further apart."""
 
 paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 min_count_option = click.option(
@@ -86,7 +88,9 @@ def add(name: str, paths: tuple[Path, ...], model: str | None, min_count: int, a
 @click.argument("name")
 @paths_argument
 @model_option
-@click.option("--every", "every_s", type=click.FloatRange(0.05), default=5.0, show_default=True, help="Seconds.")
+@click.option(
+    "--every", "every_s", type=click.FloatRange(0.05), default=5.0, show_default=True, help="Seconds at least."
+)
 @click.option("--rounds", type=click.IntRange(1), help="Stop after as many looks. Default: at Ctrl-C.")
 @click.option(
     "--prune", is_flag=True, help="At the first look, drop what was in folders that are empty or unmounted now."
@@ -104,7 +108,7 @@ def watch(
         done = 0
         while rounds is None or done < rounds:
             if done:
-                time.sleep(every_s)
+                time.sleep(max(every_s, watching.looked_s / _LARGEST_SHARE))
             # A folder that is not there at the first look was misspelt; later on it is away for now.
             watching.look(first=not done)
             watching.sync.prune = False
@@ -170,13 +174,18 @@ class _Watching:
     paths: tuple[Path, ...]
     sync: TableSync
     told: frozenset[Path] = frozenset()
+    looked_s: float = 0.0
+    """Processor time of the last look at what has changed."""
 
     def look(self, first: bool) -> None:
         """Take up what has changed. Raises HubError if a path is not there at the first look."""
         from localspec.hub.records import HubError
 
         try:
-            report = self.sync.run(self.paths, ProgressLines(self.name)) if self.sync.changed(self.paths) else None
+            begun_s = time.process_time()
+            changed = self.sync.changed(self.paths)
+            self.looked_s = time.process_time() - begun_s
+            report = self.sync.run(self.paths, ProgressLines(self.name)) if changed else None
         except BlockingIOError:
             return
         except HubError:

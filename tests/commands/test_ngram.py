@@ -122,9 +122,19 @@ def test_watch_waits_for_a_folder_that_is_away(
 ) -> None:
     invoke("build", "mine", tree)
     before, away = sources(home, "mine"), tree.with_name("away")
-    monkeypatch.setattr("localspec.commands.ngram.time.sleep", lambda seconds: tree.exists() and tree.rename(away))
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if tree.exists():
+            tree.rename(away)
+
+    monkeypatch.setattr("localspec.commands.ngram.time.sleep", sleep)
+    # A tree that takes long to look through is looked at less often.
+    monkeypatch.setattr("localspec.commands.ngram.time.process_time", iter([0.0, 2.0, *range(5, 9)]).__next__)
     told = invoke("watch", "mine", tree, "--rounds", "3").stderr
     assert away.exists() and sources(home, "mine") == before and told.count("nothing is left at") == 1
+    assert slept[0] == 50.0
     assert "give paths that exist" in invoke("watch", "mine", tree, "--rounds", "1", code=1).output
 
 
