@@ -72,7 +72,7 @@ class Plan:
     layers: tuple[int, ...] = (64, 32)
     device: str = "cuda"
     depth: int = 7
-    corpus_bytes: int = 72 << 20
+    corpus_bytes: int = 52 << 20
     texts: int = 6
     prompt_tokens: int = 512
     max_tokens: int = 768
