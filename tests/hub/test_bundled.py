@@ -12,7 +12,7 @@ from localspec.hub.get import Wish, get
 from localspec.hub.pull import drafters_directory, pull
 from localspec.hub.records import HubError, HubSettings
 
-DEMO_KINDS = ("eagle3", "dflash", "dspark")
+DEMO_KINDS = ("eagle3", "dflash", "dspark", "mtp")
 
 
 @pytest.mark.parametrize("kind", DEMO_KINDS)

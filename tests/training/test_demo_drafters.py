@@ -15,7 +15,7 @@ from localspec.hub.bundled import BUNDLED_DIR
 
 pytestmark = [pytest.mark.torch, pytest.mark.demo]
 
-KINDS = ("eagle3", "dspark", "dflash")
+KINDS = ("eagle3", "dspark", "dflash", "mtp")
 QUESTION = 'def add(a, b):\n    """Return the sum of a and b."""\n'
 TOKENS = 16
 
