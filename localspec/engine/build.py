@@ -315,7 +315,7 @@ def _tiers(
         return NoTiers()
     device = runner.ops.device
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    backend = f"{type(runner.ops).__name__} {card} torch {torch.__version__}"
+    backend = f"{runner.ops.arithmetic} {card} torch {torch.__version__} localspec {_version()}"
     owner = CacheOwner(place.id if place else "", str(place.folder) if place else "", backend, device)
     limits = TierLimits(options.kv_limits, options.host_bytes)
     return open_tiers(options.kv_dir, limits, owner, specs, runner.pool, scheduler, metrics)

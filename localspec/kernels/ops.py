@@ -67,9 +67,11 @@ class Ops(Protocol):
     `cache_dtype` is that of keys and values in pages (float8_e4m3fn, bfloat16 or float32); models read it as they load.
     `waits` says whether the host knows device values at once (CPU): then a step may be cut to what was drafted.
     `prefill_row_multiple`: rows of a prefill chunk are padded to a multiple of this, at their place in the tile.
+    `arithmetic` says in words what the bits of results depend on beside weights, device and PyTorch's version.
     """
 
     name: str
+    arithmetic: str
     device: torch.device
     activation_dtype: torch.dtype
     cache_dtype: torch.dtype

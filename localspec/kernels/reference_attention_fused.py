@@ -88,19 +88,21 @@ def _splits(grouped: Tensor, keys: Tensor, values: Tensor, hidden: list[_Hidden]
         # Alone, the library may share the keys out to threads and sum them in another order.
         keys, values = keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1)
         mask = mask.expand(2 * len(mask), -1, -1, -1)
-    mixed, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        grouped.expand(len(keys), -1, -1, -1),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=mask if hidden else None,
-        scale=1.0,
-    )
+    rows = grouped.expand(len(keys), -1, -1, -1)
+    mixed, weight = _fused(rows, keys.transpose(1, 2), values.transpose(1, 2), mask if hidden else None)
     mixed, weight = mixed[:num_splits], weight[:num_splits]
     for each in hidden:
         # The kernel gives zeros for a row that sees nothing, and zero as its logarithm.
         empty = mask[each.first : each.last].amax(dim=-1) == -math.inf
         weight[each.first : each.last].masked_fill_(empty, -math.inf)
     return mixed, weight
+
+
+def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """PyTorch's kernel: softmax(q k^T + mask) v and the logarithm of each row's sum of weights, for each batch."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found: tuple[Tensor, Tensor] = kernel(q, keys, values, attn_mask=mask, scale=1.0)
+    return found
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

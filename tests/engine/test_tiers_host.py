@@ -99,6 +99,15 @@ def test_reading_that_does_not_pay_is_left_out_and_said(machine: Machine, tmp_pa
         assert again.end.timings.cache_miss_reason.startswith("slow disk")
 
 
+def test_what_other_arithmetic_computed_is_not_served(tmp_path: Path) -> None:
+    machine, first = Machine("llama", tmp_path / "model", ("ngram",)), prompt_ids(9, 300)
+    for arithmetic, cached in ((machine.ops.arithmetic, 0), (machine.ops.arithmetic, 299), ("another", 0)):
+        machine.ops.arithmetic = arithmetic
+        with machine.engine(tmp_path / "kv") as parts:
+            [one] = run(parts, [make_request(first, max_tokens=1)])
+            assert one.cached_tokens == cached
+
+
 def test_why_a_prompt_was_not_found(machine: Machine, tmp_path: Path) -> None:
     first = prompt_ids(6, 600)
     edited = [*first[:500], *prompt_ids(9, 100)]

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from localspec.kernels import reference_attention_fused
 from localspec.kernels.ops import Paging
+from localspec.kernels.reference_attention import Attend, attend
+from localspec.kernels.reference_attention_fused import attend_fused, choose_attend
 from tests.helpers.models import reference_ops
 
 pytestmark = pytest.mark.torch
@@ -17,9 +20,10 @@ PAGES_PER_SLOT = 14
 class Bed:
     """Two slots over one pool with the same keys and values; slot 0 in one piece, slot 1 scattered."""
 
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, length: int, way: Attend = attend_fused) -> None:
         generator = torch.Generator().manual_seed(heads * head_dim + length)
         self.ops, self.scale = reference_ops(), head_dim**-0.5
+        self.ops.attend = way
         self.q = torch.randn(length, heads, head_dim, generator=generator)
         keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator)
         num_pages = 1 + 2 * PAGES_PER_SLOT
@@ -50,18 +54,20 @@ class Bed:
         return torch.einsum("hqk,khd->qhd", weights, self.values)
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(
+    params=[(1, attend), (3, attend), (2, attend_fused), (3, attend_fused)],
+    ids=lambda each: f"{each[1].__name__}-{each[0]}",
+)
+def way(request: pytest.FixtureRequest) -> Iterator[Attend]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(request.param[0])
+    yield request.param[1]
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 20), (6, 1, 256), (2, 2, 128)])
-def test_attention_against_a_plain_softmax_and_itself(heads: int, kv_heads: int, head_dim: int) -> None:
-    bed = Bed(heads, kv_heads, head_dim, 600)
+def test_attention_against_a_plain_softmax_and_itself(heads: int, kv_heads: int, head_dim: int, way: Attend) -> None:
+    bed = Bed(heads, kv_heads, head_dim, 600, way)
     rows = torch.arange(600)
     whole = bed.run(rows, [0] * 600)
     assert (whole - bed.expected(rows)).abs().max() < 1e-5
@@ -75,16 +81,18 @@ def test_attention_against_a_plain_softmax_and_itself(heads: int, kv_heads: int,
     assert torch.equal(got[:6], whole[mixed]) and not got[6:].any()
 
 
-def test_keys_before_the_begin_are_not_seen() -> None:
-    bed = Bed(4, 2, 32, 600)
+@pytest.mark.parametrize("way", [attend, attend_fused])
+def test_keys_before_the_begin_are_not_seen(way: Attend) -> None:
+    bed = Bed(4, 2, 32, 600, way)
     rows = torch.tensor([400, 401, 599])
     for begin in (1, 255, 256, 300):
         got = bed.run(rows, [1] * 3, torch.full_like(rows, begin))
         assert (got - bed.expected(rows, begin)).abs().max() < 1e-5
 
 
-def test_later_keys_do_not_change_a_row() -> None:
-    bed = Bed(3, 1, 64, 700)
+@pytest.mark.parametrize("way", [attend, attend_fused])
+def test_later_keys_do_not_change_a_row(way: Attend) -> None:
+    bed = Bed(3, 1, 64, 700, way)
     rows = torch.tensor([100])
     before = bed.run(rows, [0])
     # A neighbour in the step that sees many more keys makes the step read more splits.
@@ -119,3 +127,20 @@ def test_reduced_precision_pools_are_read_as_stored(dtype: torch.dtype, error: f
     largest = 448.0 if dtype == torch.float8_e4m3fn else float("inf")
     expected = (keys * 1000).clamp(-largest, largest).to(dtype)
     assert torch.equal(bed.pools[0][1:6].flatten(0, 1)[:300].float(), expected.float())
+
+
+def test_a_kernel_that_does_not_keep_a_rows_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert choose_attend(cpu) is attend_fused and choose_attend(torch.device("meta")) is attend
+    sound = reference_attention_fused._fused
+
+    def by_count(q: torch.Tensor, *rest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed, weight = sound(q, *rest)
+        return mixed * (1 + 2e-7 * (q.shape[2] > 16)), weight
+
+    def missing(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AttributeError("no such operator")
+
+    for broken in (by_count, missing):
+        monkeypatch.setattr(reference_attention_fused, "_fused", broken)
+        assert choose_attend(cpu) is attend

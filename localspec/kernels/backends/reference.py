@@ -81,6 +81,8 @@ class ReferenceOps:
         self.waits = device.type == "cpu"
         self.way = choose_way(device)
         self.attend = choose_attend(device)
+        processor = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
+        self.arithmetic = f"reference, {self.way.value}, {self.attend.__name__}, {processor}"
 
     def pack(self, parts: Sequence[LogicalWeight], gated: bool = False) -> PackedWeight:
         """Dequantise, stack and reorder for the CPU."""

@@ -84,6 +84,7 @@ class TritonOps:
     name = "triton_sm80"
     activation_dtype = torch.bfloat16
     waits = False
+    arithmetic = "triton_sm80"
     prefill_row_multiple = PREFILL_ROW_MULTIPLE
 
     def __init__(self, device: torch.device) -> None:
