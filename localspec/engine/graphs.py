@@ -29,7 +29,7 @@ STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
 MOST_GRAPHS = 64
-"""At once, by what the memory plan sets aside for them."""
+"""At once: some 60 MiB of the driver's memory with a 27B, which the memory plan sets aside."""
 Output = TypeVar("Output")
 ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int, int | None]
 

@@ -43,12 +43,18 @@ def test_a_compact_27b_fits_where_it_must(context: int, bar_gib: float) -> None:
 
 
 def test_prompts_are_read_in_smaller_chunks_before_a_context_is_refused() -> None:
-    row_bytes = 2 * 5 * (17408 + 5120)
+    row_bytes = 2 * (2 * 17408 + 7 * 5120)
     needed = COMPACT_27B.fixed + (1 + 32_768 // PAGE_TOKENS + 1) * PAGE_TOKENS * 34 * 1024
-    for missing, chunk in ((0, 2048), (1, 1024), (1024 * row_bytes, 1024), (1024 * row_bytes + 1, 512)):
+    for missing, chunk in (
+        (0, 2048), (1, 1536), (512 * row_bytes, 1536), (1024 * row_bytes, 1024), (1024 * row_bytes + 1, 512)
+    ):  # fmt: skip
         budget = plan_memory(COMPACT_27B, needed - missing, 32_768)
         assert (budget.context_tokens, budget.chunk_tokens) == (32_768, chunk) and budget.total <= needed - missing
     assert plan_memory(COMPACT_27B, needed - 1536 * row_bytes - 1, 32_768).context_tokens == 0
+    assert plan_memory(COMPACT_27B, 20 * GIB, 32_768, contexts=6).chunk_tokens == 2048
+    ample = plan_memory(COMPACT_27B, 32 * GIB, 32_768, contexts=6)
+    assert ample.chunk_tokens == 4096 and ample.is_ample(6) and not ample.is_ample(7)
+    assert ample.demand.workspace == COMPACT_27B.workspace + 2048 * row_bytes
 
 
 def test_what_is_left_goes_to_snapshots_then_pages_then_snapshots() -> None:
@@ -79,7 +85,7 @@ def test_nothing_is_spent_twice_and_the_context_is_whole() -> None:
         if not budget.context_tokens:
             assert demand.fixed + (asked or 256) * demand.kv_per_token > available - 3 * PAGE_TOKENS * 262144.0
             continue
-        assert budget.total <= available
+        assert budget.total <= available and budget.chunk_tokens == 2048
         assert LEAST_SNAPSHOTS <= budget.num_snapshots <= MAX_SNAPSHOTS
         assert (budget.num_pages - 1) * PAGE_TOKENS >= budget.context_tokens + MAX_ROWS
         assert budget.context_tokens == min(asked, demand.context_limit_tokens) if asked else True

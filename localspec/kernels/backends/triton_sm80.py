@@ -342,11 +342,16 @@ class TritonOps:
         out = torch.empty(rows.shape[0], weight.shape[0] // share, dtype=dtype, device=self.device)
         for first, last in slices:
             part = functional.linear(rows, self._unpack(tiles_of(weight, first, last)))
+            begin = first * weight.tile_rows // share
+            target = out[:, begin : begin + part.shape[1] // share]
             if weight.gated:
                 gate, up = part.chunk(2, dim=1)
-                part = elementwise.gated(up, gate, silu=True)
-            begin = first * weight.tile_rows // share
-            out[:, begin : begin + part.shape[1]] = part
+                elementwise.gated(up, gate, silu=True, out=target)
+                # Else it would still be held while the next one is made.
+                del gate, up
+            else:
+                target.copy_(part)
+            del part
         return out
 
     def _unpack(self, weight: PackedNvfp4 | PackedFp8) -> Tensor:

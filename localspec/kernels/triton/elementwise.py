@@ -34,7 +34,7 @@ def rms_norm_kernel(
 @triton.jit
 def gate_kernel(
     x_ptr, gate_ptr, out_ptr, inner, width, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
-    SILU: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    out_row_stride, SILU: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, pieces). x * sigmoid(gate), or x * silu(gate). Rows are [heads, inner], `width` values in all."""
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +48,7 @@ def gate_kernel(
     out = x / (1.0 + tl.exp(-gate))
     if SILU:
         out = out * gate
-    tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_row_stride + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -80,15 +80,30 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def gated(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
-    """x * sigmoid(gate) or x * silu(gate); both [R, N] or [R, H, D], contiguous in their last dimension."""
+def gated(x: Tensor, gate: Tensor, silu: bool, out: Tensor | None = None) -> Tensor:
+    """x * sigmoid(gate) or x * silu(gate); both [R, N] or [R, H, D], contiguous in their last dimension.
+
+    out: where to, [R, N] with rows any distance apart; None makes it.
+    """
     if x.shape != gate.shape or x.ndim not in (2, 3) or x.stride(-1) != 1 or gate.stride(-1) != 1:
         raise ValueError("x and gate must have one shape, [R, N] or [R, H, D], contiguous in the last dimension")
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x[0].numel()
     x_head_stride, gate_head_stride = (x.stride(1), gate.stride(1)) if x.ndim == 3 else (0, 0)
     gate_kernel[(x.shape[0], triton.cdiv(width, BLOCK))](
-        *(x, gate, out, x.shape[-1], width, x.stride(0), x_head_stride, gate.stride(0), gate_head_stride),
+        *(
+            x,
+            gate,
+            out,
+            x.shape[-1],
+            width,
+            x.stride(0),
+            x_head_stride,
+            gate.stride(0),
+            gate_head_stride,
+            out.stride(0),
+        ),
         SILU=silu,
         BLOCK_WIDTH=BLOCK,
         num_warps=4,
