@@ -20,7 +20,7 @@ from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, Mod
 from localspec.cache.spill_keys import id_bytes
 from localspec.cache.spill_limits import SpillLimits
 from localspec.cache.spill_lookup import Either, Found, Known, ModelIdentity, find
-from localspec.cache.spill_order import MakeRoom, remove_with_dependants
+from localspec.cache.spill_order import MakeRoom, remove_chat, remove_with_dependants
 from localspec.cache.spill_rebuild import rebuild
 from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_payload
 from localspec.storage.errors import DamagedFile, WrongOwner
@@ -162,11 +162,7 @@ class SpillStore:
         """Delete the files that only this chat used; returns how many blocks went."""
         num_blocks = 0
         with self._guarded():
-            blocks = self.index.of_chat(chat_id)
-            num_blocks = remove_with_dependants(self.index, self.files, blocks)
-            with self.index.transaction() as db:
-                db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
-            self.index.scrub()
+            num_blocks = remove_chat(self.index, self.files, chat_id)
         return num_blocks
 
     def sweep(self) -> int:

@@ -5,7 +5,6 @@ Torch-free. Safe beside running engines: they see a missing block and compute it
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from localspec.cache.spill import INDEX_NAME
 from localspec.cache.spill_index import Block, ModelRow, SpillIndex
-from localspec.cache.spill_order import remove_with_dependants
+from localspec.cache.spill_order import remove_chat, remove_with_dependants
 from localspec.cache.spill_rebuild import rebuild
 from localspec.storage.blockfile import BlockStore
 from localspec.storage.errors import DamagedFile, WrongOwner
@@ -89,15 +88,11 @@ class SpillAdmin:
         return self._index.counter("day_bytes") if self._index.counter("day") == today else 0
 
     def remove_chat(self, chat_id: str) -> int:
-        """Delete what only this chat used; returns the number of blocks."""
-        removed = remove_with_dependants(self._index, self._files, self._index.of_chat(chat_id))
-        with self._index.transaction() as db:
-            db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
-        self._index.scrub()
-        return removed
+        """Delete what only this chat used; returns the number of blocks. Raises OSError where files cannot go."""
+        return remove_chat(self._index, self._files, chat_id)
 
     def remove_model(self, model_id: str) -> int:
-        """Delete every block of a model; returns the number of blocks."""
+        """Delete every block of a model; returns the number of blocks. Raises OSError where files cannot go."""
         removed = 0
         for row in self._index.models():
             if row.model_id == model_id:
@@ -106,10 +101,11 @@ class SpillAdmin:
                     db.execute("DELETE FROM block WHERE fingerprint = ?", (row.fingerprint,))
                 shutil.rmtree(self.folder / row.fingerprint.hex(), ignore_errors=True)
         self._index.scrub()
+        _see_that_gone(self.folder, [row.fingerprint.hex() for row in self._index.models() if row.model_id == model_id])
         return removed
 
     def wipe(self) -> int:
-        """Delete everything; returns the bytes that were indexed."""
+        """Delete everything; returns the bytes that were indexed. Raises OSError where files cannot go."""
         stored_bytes = self._index.total_bytes()
         with self._index.transaction() as db:
             for table in ("block", "chat", "segment_ids"):
@@ -119,6 +115,7 @@ class SpillAdmin:
         self._files.sweep(())
         self._index.connection().execute("VACUUM")
         self._index.scrub()
+        _see_that_gone(self.folder, ["*"])
         return stored_bytes
 
     def verify(self) -> Iterator[tuple[int, Checked]]:
@@ -132,7 +129,10 @@ class SpillAdmin:
                 num_blocks, read_bytes = num_blocks + 1, read_bytes + block.file_bytes
                 if problem:
                     damaged.append(problem)
-                    remove_with_dependants(self._index, self._files, [block])
+                    try:
+                        remove_with_dependants(self._index, self._files, [block])
+                    except OSError as error:
+                        damaged[-1] += f"; {error}"
                 yield total_bytes, Checked(num_blocks, read_bytes, tuple(damaged))
 
     def _problem(self, block: Block) -> str:
@@ -166,8 +166,27 @@ def forget_chat_on_disk(folder: Path, chat_id: str) -> int:
 
 
 def sweep_all(folder: Path) -> None:
-    """Remove a cache whose index cannot even be opened."""
-    with contextlib.suppress(OSError):
-        BlockStore(folder).sweep(())
+    """Remove a cache whose index cannot even be opened, whatever stands in the index's place; links are not followed.
+
+    Raises OSError where the directory is not ours or refuses.
+    """
+    BlockStore(folder).sweep(())
     for path in folder.glob(f"{INDEX_NAME}*"):
-        path.unlink(missing_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    _see_that_gone(folder, ["*"])
+
+
+def _see_that_gone(folder: Path, models: list[str]) -> None:
+    """Raises OSError where blocks of these fingerprints (hexadecimal, or a pattern) cannot be deleted."""
+    failures: list[OSError] = []
+    for path in (path for model in models for path in folder.glob(f"{model}/*/*.blk")):
+        try:
+            # An engine may have written it just now.
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise OSError(f"{len(failures)} cached files cannot be deleted: {failures[0]}")

@@ -5,7 +5,6 @@ Torch-free. Row first, file after, so that a crash between the two leaves litter
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable
@@ -64,7 +63,10 @@ class MakeRoom:
 
 
 def remove_with_dependants(index: SpillIndex, files: BlockStore, blocks: Iterable[Block]) -> int:
-    """Remove blocks, what hangs on them, and what they alone made useful; returns how many went."""
+    """Remove blocks, what hangs on them, and what they alone made useful; returns how many went.
+
+    Raises OSError, with all rows gone, where files of them could not be deleted.
+    """
     stateful = {row.fingerprint for row in index.models() if row.needs_state}
     removed: list[Block] = []
     with index.transaction() as db:
@@ -74,13 +76,32 @@ def remove_with_dependants(index: SpillIndex, files: BlockStore, blocks: Iterabl
     return len(removed)
 
 
+def remove_chat(index: SpillIndex, files: BlockStore, chat_id: str) -> int:
+    """Remove what only this chat used, and its name; returns how many blocks went. Raises OSError as above."""
+    blocks = index.of_chat(chat_id)
+    with index.transaction() as db:
+        db.execute("DELETE FROM chat WHERE chat_id = ?", (chat_id,))
+    try:
+        return remove_with_dependants(index, files, blocks)
+    finally:
+        index.scrub()
+
+
 def unlink_without_row(index: SpillIndex, files: BlockStore, blocks: Iterable[Block]) -> None:
-    """Delete files whose rows are gone, but not one that another process has written and indexed again meanwhile."""
+    """Delete files whose rows are gone, but not one that another process has written and indexed again meanwhile.
+
+    Raises OSError at the end, where some could not be deleted.
+    """
+    failures: list[OSError] = []
     with index.transaction():
         for block in blocks:
             if not index.has(block.key):
-                with contextlib.suppress(OSError):
+                try:
                     files.delete(block.fingerprint, block.key)
+                except OSError as error:
+                    failures.append(error)
+    if failures:
+        raise OSError(f"{len(failures)} cached files cannot be deleted: {failures[0]}")
 
 
 def _remove(index: SpillIndex, db: sqlite3.Connection, block: Block, stateful: bool) -> list[Block]:

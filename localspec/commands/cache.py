@@ -72,7 +72,10 @@ def cache_rm(name: str, as_json: bool) -> None:
     known_models = {row.model_id for row in admin.models()} if admin is not None else set()
     if admin is None or name not in known_chats | known_models:
         fail(f"nothing is kept of {name}; see localspec cache ls")
-    removed = admin.remove_chat(name) if name in known_chats else admin.remove_model(name)
+    try:
+        removed = admin.remove_chat(name) if name in known_chats else admin.remove_model(name)
+    except OSError as error:
+        fail(f"not all of {name} is deleted: {error}")
     if as_json:
         print_json({"name": name, "removed_blocks": removed})
     else:
@@ -107,12 +110,17 @@ def cache_wipe(yes: bool, as_json: bool) -> None:
     if not yes:
         click.confirm("Delete all cached conversations? Chats stay, they will be computed again.", abort=True, err=True)
     folder = settings().paths.kv_dir
+    stored_bytes = 0
     try:
-        admin = _open()
-        stored_bytes = admin.wipe() if admin is not None else 0
-    except INDEX_ERRORS:
-        stored_bytes = 0
-        sweep_all(folder)
+        with SpillAdmin(folder) as admin:
+            stored_bytes = admin.wipe()
+    except FileNotFoundError:
+        pass
+    except (OSError, *INDEX_ERRORS):
+        try:
+            sweep_all(folder)
+        except OSError as error:
+            fail(f"the cache in {folder} cannot be deleted: {error}")
     if as_json:
         print_json({"deleted_bytes": stored_bytes})
     else:

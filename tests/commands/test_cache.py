@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,48 @@ def test_an_index_beyond_repair_can_be_wiped(home: Path) -> None:
     (home / "cache" / "kv" / "index.sqlite3").write_bytes(b"junk" * 5000)
     call("wipe", "--yes")
     assert not list((home / "cache").rglob("*.blk"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_whatever_stands_in_the_indexs_place_is_wiped_and_links_are_not_followed(home: Path, kind: str) -> None:
+    folder, elsewhere = home / "cache" / "kv", home / "elsewhere"
+    store = SpillStore(folder, identity(), WIDE)
+    write(store, ids_of(1, 300))
+    store.close()
+    for path in folder.glob("index.sqlite3*"):
+        path.unlink()
+    elsewhere.write_text("mine")
+    if kind == "folder":
+        (folder / "index.sqlite3" / "inside").mkdir(parents=True)
+    else:
+        (folder / "index.sqlite3").symlink_to(elsewhere)
+    call("ls", code=1)
+    call("wipe", "--yes")
+    assert call("ls", "--json") == "[]\n" and not list(folder.rglob("*.blk")) and elsewhere.read_text() == "mine"
+    shutil.rmtree(folder)
+    folder.symlink_to(home)
+    call("wipe", "--yes", code=1)
+    assert elsewhere.exists()
+
+
+def test_files_that_cannot_be_deleted_are_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / "cache" / "kv"
+    store = SpillStore(folder, identity("some-model"), WIDE)
+    for words in (("rm", "chat-1"), ("rm", "some-model"), ("wipe", "--yes")):
+        write(store, ids_of(1, 300), chat="chat-1")
+        with monkeypatch.context() as patch:
+            # A superuser may delete from read-only folders: the refusal is made up.
+            patch.setattr(os, "unlink", refuse)
+            patch.setattr(Path, "unlink", refuse)
+            patch.setattr(os, "rmdir", refuse)
+            assert "cannot be deleted" in CliRunner().invoke(cache, list(words)).output
+        assert list(folder.rglob("*.blk"))
+        call("wipe", "--yes")
+        assert not list(folder.rglob("*.blk"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) -> None:
