@@ -20,18 +20,20 @@ from localspec.core.state import Cache, SequenceState
 from localspec.drafters import Depths
 from localspec.drafters._drawing import Drawer, DrawnRows, finished_draft
 from localspec.drafters._waiting import WaitingRows, texts_of
-from localspec.kernels.draft_rows import DraftColumns, NewestRows, Rounds, TakenRows
+from localspec.kernels.draft_rows import DraftColumns, JoinedNorms, NewestRows, Rounds, TakenRows
 from localspec.kernels.ops import Norm, Ops, Paging
 from localspec.layers.step import LayerStep
 
 
 class ChainNetwork(Protocol):
     """What differs between methods. D: width of the hidden that goes around; source_size: of what is kept of a row;
-    last_norm: what the output of `run` goes through to be such a hidden, left to whoever reads it next."""
+    last_norm: what the output of `run` goes through to be such a hidden, left to whoever reads it next; joined: how
+    rows that waited are taken."""
 
     hidden_size: int
     source_size: int
     last_norm: Norm | None
+    joined: JoinedNorms | None
 
     def source(self, forward: Forward) -> Tensor:
         """[R, source_size] of what the target handed out, as it is."""
@@ -43,6 +45,10 @@ class ChainNetwork(Protocol):
 
     def run(self, token_ids: Tensor, hidden: Tensor, step: LayerStep, normed: bool) -> Tensor:
         """token_ids [R], hidden [R, D] -> [R, D]. normed: whether the hidden went through `last_norm`."""
+        ...
+
+    def run_taken(self, taken: TakenRows, step: LayerStep) -> Tensor:
+        """The same of rows that waited, with the target's hiddens."""
         ...
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
@@ -75,7 +81,8 @@ class ChainDrafter:
         self._network = network
         self._drawer = drawer
         self._ops = ops
-        self._waiting = WaitingRows(num_slots, network.source_size, (ops.device, ops.activation_dtype))
+        placement = ops.device, ops.activation_dtype
+        self._waiting = WaitingRows(num_slots, network.source_size, placement, network.joined)
         self._newest = NewestRows(
             torch.zeros(num_slots + 1, network.hidden_size, device=ops.device, dtype=ops.activation_dtype),
             torch.full((num_slots + 1,), -1, dtype=torch.int64, device=ops.device),
@@ -127,8 +134,7 @@ class ChainDrafter:
     def _pass(self, frame: _Frame, depths: Depths, state: SequenceState, num_rounds: int) -> Rounds:
         """Run rows that wait, oldest first, with the target's hiddens."""
         taken = self._waiting.take(self._ops, depths, state, frame.slots)
-        hidden = self._network.first_hidden(taken.sources)
-        hidden = self._network.run(taken.token_ids, hidden, frame.pass_of(taken), normed=True)
+        hidden = self._network.run_taken(taken, frame.pass_of(taken))
         texts = texts_of(depths, state, frame.slots)
         newest = NewestRows(self._newest.hidden[frame.slots], self._newest.position[frame.slots])
         return self._ops.keep_newest(taken, hidden, newest, texts, num_rounds, self._network.last_norm)

@@ -14,7 +14,7 @@ from torch import Tensor
 from localspec.core.records import Rows
 from localspec.core.state import SequenceState
 from localspec.drafters import MAX_PASS_ROWS, Depths
-from localspec.kernels.draft_rows import KeptRows, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import JoinedNorms, KeptRows, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.ops import Ops
 
 ALL_SLOTS = slice(None)
@@ -55,8 +55,14 @@ class Block:
 class WaitingRows:
     """Rows of all slots, see `KeptRows`."""
 
-    def __init__(self, num_slots: int, source_size: int, placement: tuple[torch.device, torch.dtype]) -> None:
-        """source_size: width of what is stored of a row; placement: device and dtype of it."""
+    def __init__(
+        self,
+        num_slots: int,
+        source_size: int,
+        placement: tuple[torch.device, torch.dtype],
+        joined: JoinedNorms | None = None,
+    ) -> None:
+        """source_size: width of what is stored of a row; placement: device and dtype of it; joined: how it is taken."""
         device, dtype = placement
         self._num_slots = num_slots
         # What was in the cache before the drafter saw a sequence counts as run.
@@ -64,6 +70,7 @@ class WaitingRows:
             sources=torch.zeros(num_slots + 1, KEPT_ROWS, source_size, device=device, dtype=dtype),
             done=torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device),
             valid_from=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            joined=joined,
         )
 
     def valid_from(self, slots: slice) -> Tensor:
@@ -95,7 +102,8 @@ class WaitingRows:
 
         slots: among these, whose numbers the rows then count from.
         """
-        kept = KeptRows(self._kept.sources[slots], self._kept.done[slots], self._kept.valid_from[slots])
+        every = self._kept
+        kept = KeptRows(every.sources[slots], every.done[slots], every.valid_from[slots], every.joined)
         texts = texts_of(depths, state, slots)
         num_rows = depths.pass_rows
         if ops.waits:

@@ -22,6 +22,7 @@ from localspec.drafters._drawing import Drawer
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
+from localspec.kernels.draft_rows import JoinedNorms, TakenRows
 from localspec.kernels.ops import Norm, Ops, PackedWeight
 from localspec.layers.config import ConfigReader
 from localspec.layers.linear import Projections, check_shape, load_projections, load_vector
@@ -132,6 +133,7 @@ class Eagle3Network:
         self._mlp = GatedMlp(sizes, norm(f"{at}post_attention_layernorm"), ops, checkpoint, f"{at}mlp.")
         self._final_norm = norm("norm")
         self.last_norm: Norm | None = None
+        self.joined: JoinedNorms | None = None
         self._table = self._own_embedding(checkpoint)
         self.id_map, self._head = self._own_head(checkpoint)
 
@@ -161,6 +163,10 @@ class Eagle3Network:
         residual = own if self._shape.norm_before_residual else hidden
         x = self._mlp.forward(ops, self._attention.forward(ops, wide, residual, step))
         return ops.rms_norm(x, self._final_norm) if self._shape.norm_output else x
+
+    def run_taken(self, taken: TakenRows, step: LayerStep) -> Tensor:
+        """See `ChainNetwork.run_taken`."""
+        return self.run(taken.token_ids, self.first_hidden(taken.sources), step, normed=True)
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `ChainNetwork.logits`."""

@@ -22,6 +22,7 @@ from localspec.drafters._drawing import Drawer
 from localspec.drafters._tiny import RandomCheckpoint, attention_shapes, mlp_shapes
 from localspec.formats import Checkpoint
 from localspec.formats.checkpoint import read_config
+from localspec.kernels.draft_rows import JoinedNorms, TakenRows
 from localspec.kernels.ops import Norm, Ops, PackedWeight
 from localspec.layers.attention import Attention, AttentionShape
 from localspec.layers.config import ConfigReader
@@ -67,6 +68,7 @@ class MtpNetwork:
             return Norm(weight, shape.attention.norm_eps, plus_one=True)
 
         self._embedding_norm, self._hidden_norm = norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden")
+        self.joined: JoinedNorms | None = JoinedNorms(model.embedding, self._embedding_norm, self._hidden_norm)
         self.last_norm: Norm | None = norm("norm")
         fc = check_shape(checkpoint.weight(f"{PREFIX}fc.weight"), f"{PREFIX}fc.weight", (hidden, 2 * hidden))
         self._fc = ops.pack([fc])
@@ -101,7 +103,15 @@ class MtpNetwork:
         """See `ChainNetwork.run`; the embedding comes first in the joined input."""
         ops, norms = self._ops, (self._embedding_norm, self._hidden_norm)
         before = None if normed else self.last_norm
-        joined = ops.joined_norms(token_ids, self._model.embedding, hidden, norms, before)
+        return self._block(ops.joined_norms(token_ids, self._model.embedding, hidden, norms, before), step)
+
+    def run_taken(self, taken: TakenRows, step: LayerStep) -> Tensor:
+        """See `ChainNetwork.run_taken`."""
+        return self._block(taken.sources, step)
+
+    def _block(self, joined: Tensor, step: LayerStep) -> Tensor:
+        """joined [R, 2 D] -> [R, D]."""
+        ops = self._ops
         x = ops.linear(joined, self._fc, then=self._attention.input_norm)
         x = self._attention.forward(ops, x, step, then=self._mlp.input_norm)
         return self._mlp.forward(ops, x, then=self.last_norm)

@@ -6,9 +6,13 @@ Letters: S slots, R rows of a pass, C rounds of a proposal, n tokens of the draf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from localspec.kernels.ops import Norm
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,28 @@ class SlotTexts:
 
 
 @dataclass(frozen=True)
+class JoinedNorms:
+    """What a block reads of a row: the embedding of the token behind it, from table [V, N], beside what was kept of the
+    row, each normed, as `Ops.joined_norms` makes it."""
+
+    table: Tensor
+    embedding: Norm
+    source: Norm
+
+
+@dataclass(frozen=True)
 class KeptRows:
     """Rows that were seen and not run: the row of position p lies at p modulo K. sources: [S + 1, K, N].
 
     done: [S + 1] int64 positions that were run, -1: none was ever seen. valid_from: [S] int64 first position behind the
-    last gap. The place beyond the slots takes rows that are nobody's; who only takes rows needs none.
+    last gap. The place beyond the slots takes rows that are nobody's; who only takes rows needs none. joined: how rows
+    are handed out, None: as they were kept.
     """
 
     sources: Tensor
     done: Tensor
     valid_from: Tensor
+    joined: JoinedNorms | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +65,8 @@ class SeenRows:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Rows that are run now. slots (-1: padding), positions, key_begin, key_end: [R] int64; sources: [R, N];
-    token_ids: [R] int64, the token behind each row's."""
+    """Rows that are run now. slots (-1: padding), positions, key_begin, key_end: [R] int64; sources: [R, N], or
+    [R, 2 N] where they are joined; token_ids: [R] int64, the token behind each row's."""
 
     slots: Tensor
     positions: Tensor

@@ -7,7 +7,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
+from localspec.kernels.draft_rows import (
+    DraftNote,
+    JoinedNorms,
+    KeptRows,
+    NewestRows,
+    Rounds,
+    SeenRows,
+    SlotTexts,
+    TakenRows,
+)
+from localspec.kernels.ops import Norm
 
 
 def best_tokens(
@@ -72,14 +82,28 @@ def take_rows(kept: KeptRows, texts: SlotTexts, num_rows: int) -> TakenRows:
     offset = torch.where(inside, row - (last - counts)[slot], 0)
     positions = (begin[slot] + offset).clamp(min=0)
     done.copy_(torch.where(counts > 0, begin + counts, done))
+    token_ids = texts.history[slot, (positions + 1).clamp(max=texts.history.shape[1] - 1)]
+    sources = kept.sources[slot, positions % num_kept]
     return TakenRows(
         slots=torch.where(inside, slot, -1),
         positions=positions,
         key_begin=kept.valid_from[slot],
         key_end=positions + 1,
-        token_ids=texts.history[slot, (positions + 1).clamp(max=texts.history.shape[1] - 1)],
-        sources=kept.sources[slot, positions % num_kept],
+        token_ids=token_ids,
+        sources=sources if kept.joined is None else _joined(token_ids, sources, kept.joined),
     )
+
+
+def _joined(token_ids: Tensor, sources: Tensor, joined: JoinedNorms) -> Tensor:
+    embeddings = joined.table[token_ids.clamp(0, joined.table.shape[0] - 1).to(joined.table.device)].to(sources)
+    pairs = (embeddings, joined.embedding), (sources, joined.source)
+    return torch.cat([_normed(part, norm) for part, norm in pairs], dim=1)
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    weight = norm.weight.float() + float(norm.plus_one)
+    scale = (x.float().square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt()
+    return (x.float() * scale * weight).to(x.dtype)
 
 
 def keep_newest(taken: TakenRows, hidden: Tensor, newest: NewestRows, texts: SlotTexts, num_rounds: int) -> Rounds:

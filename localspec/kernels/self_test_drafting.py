@@ -14,6 +14,7 @@ from torch import Tensor
 from localspec.kernels.draft_rows import (
     DraftColumns,
     DraftNote,
+    JoinedNorms,
     KeptRows,
     NewestRows,
     SeenRows,
@@ -95,14 +96,17 @@ def _proposal(ops: Ops, device: torch.device, case: _Case, num_rows: int) -> dic
         return tensor.to(device, dtype if tensor.dtype == torch.bfloat16 else None, copy=True)
 
     lengths, norms = there(case.lengths), [Norm(there(weight), 1e-6, plus_one=True) for weight in case.weights]
-    kept = KeptRows(there(case.sources), there(case.done), torch.zeros(SLOTS, dtype=torch.int64, device=device))
+    valid_from = torch.zeros(SLOTS, dtype=torch.int64, device=device)
+    kept = KeptRows(there(case.sources), there(case.done), valid_from)
     slots, positions, starts, counts = (there(each) for each in case.window)
     ops.store_rows(kept, SeenRows(slots, positions, starts, counts, there(case.rows)), lengths)
     texts = SlotTexts(there(case.history), lengths, there(case.depths))
     taken = ops.take_rows(kept, texts, num_rows)
     found = {f"taken {name}": value for name, value in _tensors(taken)} | dict(_tensors(kept))
-    joined = (norms[0], norms[1])
-    found["joined"] = ops.joined_norms(taken.token_ids, there(case.table), taken.sources, joined, norms[2])
+    table = there(case.table)
+    found["joined"] = ops.joined_norms(taken.token_ids, table, taken.sources, (norms[0], norms[1]), norms[2])
+    again = KeptRows(kept.sources, there(case.done), valid_from.clone(), JoinedNorms(table, norms[0], norms[1]))
+    found["joined as taken"] = ops.take_rows(again, texts, num_rows).sources
     newest = NewestRows(
         torch.zeros(SLOTS, WIDTH, device=device, dtype=dtype),
         torch.full((SLOTS,), -1, dtype=torch.int64, device=device),

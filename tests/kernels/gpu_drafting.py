@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from localspec.kernels import reference_drafting
 from localspec.kernels.backends.reference import ReferenceOps
-from localspec.kernels.draft_rows import DraftColumns, DraftNote, KeptRows, NewestRows, SeenRows, SlotTexts
+from localspec.kernels.draft_rows import DraftColumns, DraftNote, JoinedNorms, KeptRows, NewestRows, SeenRows, SlotTexts
 from localspec.kernels.ops import Norm
 from localspec.kernels.triton import drafting, waiting_rows
 
@@ -34,6 +34,7 @@ def test_rows_are_kept_taken_and_laid_out() -> None:
 
     tickets = torch.zeros(1, dtype=torch.int32, device="cuda")
     norm = Norm(torch.randn(WIDTH, device="cuda", generator=generator) * 0.1, 1e-6, plus_one=True)
+    joined = JoinedNorms(torch.randn(248320, WIDTH, device="cuda", generator=generator).bfloat16(), norm, norm)
     reference = ReferenceOps(torch.device("cuda"), torch.bfloat16)
     for turn in range(60):
         lengths = draw(2, CONTEXT, SLOTS)
@@ -51,6 +52,15 @@ def test_rows_are_kept_taken_and_laid_out() -> None:
         assert torch.equal(kept.sources[:SLOTS], other.sources[:SLOTS]) and torch.equal(kept.done, other.done)
         texts = SlotTexts(draw(0, 248320, SLOTS, CONTEXT), lengths, draw(0, 4, SLOTS))
         num_rows = (4, 8, 16)[turn % 3]
+        if turn % 2:
+            pairs = replace(kept, joined=joined), replace(other, joined=joined)
+            again, same = (replace(each, done=each.done.clone(), valid_from=each.valid_from.clone()) for each in pairs)
+            one, two = (
+                waiting_rows.take_rows(again, texts, num_rows, tickets),
+                reference_drafting.take_rows(same, texts, num_rows),
+            )
+            torch.testing.assert_close(one.sources, two.sources, rtol=2e-2, atol=2e-2)
+            assert torch.equal(one.positions, two.positions) and torch.equal(again.done, same.done)
         found = waiting_rows.take_rows(kept, texts, num_rows, tickets)
         wanted = reference_drafting.take_rows(other, texts, num_rows)
         _equal(found, wanted)

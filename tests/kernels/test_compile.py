@@ -89,7 +89,7 @@ _DRAFTED = {f"{name}_ptr": INT64 for name in _TAKEN}
 _ROUNDS = ("kept_position", "out_positions", "out_slots", "out_end")
 _KEPT = {f"{name}_ptr": INT64 for name in _ROUNDS} | {"ready_ptr": BYTES, "hidden_ptr": BF16, "kept_ptr": BF16}
 _STORED = _DRAFTED | {"starts_ptr": INT64, "counts_ptr": INT64, "sources_ptr": BF16, "kept_ptr": BF16}
-_ROWS = {"sources_ptr": BF16, "kept_ptr": BF16, "tickets_ptr": INT32}
+_ROWS = {"sources_ptr": BF16, "kept_ptr": BF16, "table_ptr": BF16, "tickets_ptr": INT32}
 _NOTED = ("ids", "tokens", "chosen", "depths", "drafts", "origins", "counts")
 _BEST = {f"{name}_ptr": INT64 for name in _NOTED} | {
     "ready_ptr": BYTES,
@@ -245,7 +245,8 @@ CASES = (
         "waiting_rows",
         "take_rows_kernel",
         _DRAFTED | _ROWS,
-        {"ROWS": 16, "SLOTS": 4, "BLOCK": 1024, "PDL": False},
+        {"ROWS": 16, "SLOTS": 4, "FIRST": 2, "SECOND": 2, "BLOCK_WIDTH": 8192, "PDL": False},
+        16,
         by_target=_DEPENDENT,
     ),
     Case("waiting_rows", "keep_newest_kernel", _DRAFTED | _KEPT, _NEWEST_FORM, 16, by_target=_DEPENDENT),

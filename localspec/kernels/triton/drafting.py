@@ -174,14 +174,21 @@ def row_launch(width: int, device: torch.device) -> dict[str, int | bool]:
     }
 
 
+def check_table(table: Tensor, beside: Tensor) -> None:
+    """Raises ValueError for an embedding table that kernels cannot read beside such hiddens."""
+    if not table.is_contiguous() or not (table.device == beside.device or table.is_pinned()):
+        raise ValueError("the embedding table must be contiguous and lie on the device or in pinned host memory")
+    if table.shape[1] != beside.shape[-1]:
+        raise ValueError(f"embeddings of {table.shape[1]} values do not fit hiddens of {beside.shape[-1]}")
+
+
 def joined_norms(
     token_ids: Tensor, table: Tensor, hidden: Tensor, norms: tuple[Norm, Norm], before: Norm | None = None
 ) -> Tensor:
     """See `Ops.joined_norms`; the result has the hiddens' dtype. Raises ValueError for what cannot be read."""
-    if not table.is_contiguous() or not (table.device == hidden.device or table.is_pinned()):
-        raise ValueError("the embedding table must be contiguous and lie on the device or in pinned host memory")
-    if hidden.ndim != 2 or table.shape[1] != hidden.shape[1] or token_ids.shape != hidden.shape[:1]:
-        raise ValueError("there must be one token for each hidden, and embeddings must be as wide as hiddens")
+    check_table(table, hidden)
+    if hidden.ndim != 2 or token_ids.shape != hidden.shape[:1]:
+        raise ValueError(f"there must be one token for each hidden, not {tuple(token_ids.shape)} for {hidden.shape[0]}")
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     num_rows, width = hidden.shape
     out = torch.empty(num_rows, 2 * width, dtype=hidden.dtype, device=hidden.device)

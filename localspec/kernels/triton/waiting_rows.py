@@ -14,7 +14,7 @@ from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.draft_rows import KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
 from localspec.kernels.ops import Norm
 from localspec.kernels.triton.cards import dependent_launch
-from localspec.kernels.triton.drafting import norm_factors, norm_kind, normed, row_launch
+from localspec.kernels.triton.drafting import check_table, norm_factors, norm_kind, normed, row_launch
 
 COPY_BLOCK = 1024
 
@@ -44,20 +44,33 @@ def store_rows_kernel(
         tl.store(done_ptr + slot, tl.where(new, first, done), mask=is_slot)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_kept", "history_stride"])
+@triton.jit(do_not_specialize=["num_slots", "num_kept", "history_stride", "vocabulary"])
 def take_rows_kernel(
     depths_ptr, lengths_ptr, history_ptr, done_ptr, valid_ptr, kept_ptr, slots_ptr, positions_ptr, begin_ptr, end_ptr,
-    tokens_ptr, sources_ptr, tickets_ptr, num_slots, num_kept, history_stride, width, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    tokens_ptr, sources_ptr, tickets_ptr, table_ptr, first_weight_ptr, second_weight_ptr, num_slots, num_kept,
+    history_stride, vocabulary, width, first_eps, second_eps, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, pieces of a row). Every program finds its row from the state of all slots; the last one changes it.
 
-    ROWS, SLOTS: powers of two, of which the rows are all used. tickets_ptr: [1] int32, zero before and after.
+    FIRST, SECOND: see `norm_factors`; 0: rows are copied. Else there are two pieces, the normed embedding of the token
+    behind the row and the normed row, and sources_ptr is [R, 2 * width]. ROWS, SLOTS: powers of two, of which the rows
+    are all used. tickets_ptr: [1] int32, zero before and after.
     """
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK_WIDTH)
+    if FIRST > 0:
+        inside_row = column < width
+        if piece == 0:
+            factors = norm_factors(first_weight_ptr, column, inside_row, FIRST)
+        else:
+            factors = norm_factors(second_weight_ptr, column, inside_row, SECOND)
+    else:
+        column += piece * BLOCK_WIDTH
+        inside_row = column < width
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.arange(0, SLOTS)
     is_slot = slot < num_slots
     done = tl.load(done_ptr + slot, mask=is_slot, other=-1)
@@ -79,16 +92,26 @@ def take_rows_kernel(
     first = tl.sum(tl.where(mine, last - counts, 0), axis=0)
     row_begin = tl.sum(tl.where(mine, begin, 0), axis=0)
     position = tl.maximum(row_begin + tl.where(inside, row - first, 0), 0)
-    column = piece * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(history_ptr + of * history_stride + tl.minimum(position + 1, history_stride - 1))
     kept = kept_ptr + (of * num_kept + position % num_kept) * width
-    value = tl.load(kept + column, mask=column < width)
-    tl.store(sources_ptr + row * width + column, value, mask=column < width)
+    if FIRST > 0:
+        if piece == 0:
+            known = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+            x = tl.load(table_ptr + known * width + column, mask=inside_row, other=0.0)
+            x = x.to(sources_ptr.dtype.element_ty).to(tl.float32)
+            eps = first_eps
+        else:
+            x = tl.load(kept + column, mask=inside_row, other=0.0).to(tl.float32)
+            eps = second_eps
+        value = normed(x, factors, width, eps).to(sources_ptr.dtype.element_ty)
+        tl.store(sources_ptr + (row * 2 + piece) * width + column, value, mask=inside_row)
+    else:
+        tl.store(sources_ptr + row * width + column, tl.load(kept + column, mask=inside_row), mask=inside_row)
     if piece == 0:
         tl.store(slots_ptr + row, tl.where(inside, of, -1))
         tl.store(positions_ptr + row, position)
         tl.store(begin_ptr + row, tl.sum(tl.where(mine, valid, 0), axis=0))
         tl.store(end_ptr + row, position + 1)
-        token = tl.load(history_ptr + of * history_stride + tl.minimum(position + 1, history_stride - 1))
         tl.store(tokens_ptr + row, token)
     tl.debug_barrier()
     arrived = tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu")
@@ -163,20 +186,28 @@ def take_rows(kept: KeptRows, texts: SlotTexts, num_rows: int, tickets: Tensor) 
     num_slots, num_kept = kept.valid_from.shape[0], kept.sources.shape[1]
     if not all(each.is_contiguous() for each in (kept.sources, texts.history, texts.lengths, texts.depths)):
         raise ValueError("what is kept of the rows and the state of the slots must be contiguous")
-    device, width = kept.done.device, kept.sources.shape[2]
+    device, width, joined = kept.done.device, kept.sources.shape[2], kept.joined
     slots, positions, begin, end, tokens = torch.empty(5, num_rows, dtype=torch.int64, device=device).unbind(0)
-    sources = torch.empty(num_rows, width, dtype=kept.sources.dtype, device=device)
-    dependent = dependent_launch(device)
-    take_rows_kernel[(num_rows, triton.cdiv(width, COPY_BLOCK))](
+    if joined is not None:
+        check_table(joined.table, kept.sources)
+        norms, table, pieces = (joined.embedding, joined.source), joined.table, 2
+        launch = row_launch(width, device)
+    else:
+        norms, table, pieces = None, kept.sources, triton.cdiv(width, COPY_BLOCK)
+        dependent = dependent_launch(device)
+        launch = {"BLOCK_WIDTH": COPY_BLOCK, "num_warps": 4, "PDL": dependent, "launch_pdl": dependent}
+    sources = torch.empty(num_rows, width if norms is None else 2 * width, dtype=kept.sources.dtype, device=device)
+    weights = (kept.sources, kept.sources) if norms is None else (norms[0].weight, norms[1].weight)
+    take_rows_kernel[(num_rows, pieces)](
         *(texts.depths, texts.lengths, texts.history, kept.done, kept.valid_from, kept.sources),
-        *(slots, positions, begin, end, tokens, sources, tickets),
-        *(num_slots, num_kept, texts.history.shape[1], width),
+        *(slots, positions, begin, end, tokens, sources, tickets, table, *weights),
+        *(num_slots, num_kept, texts.history.shape[1], table.shape[0], width),
+        *((0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)),
         ROWS=num_rows,
         SLOTS=triton.next_power_of_2(num_slots),
-        BLOCK=COPY_BLOCK,
-        PDL=dependent,
-        num_warps=4,
-        launch_pdl=dependent,
+        FIRST=0 if norms is None else norm_kind(norms[0]),
+        SECOND=0 if norms is None else norm_kind(norms[1]),
+        **launch,
     )
     return TakenRows(slots, positions, begin, end, tokens, sources)
 
