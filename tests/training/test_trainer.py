@@ -34,8 +34,8 @@ def store(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Answe
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_drafter_learns(kind: str, target: TinyTarget, store: AnswerStore, tmp_path: Path) -> None:
     recipe = Recipe(
-        kind, steps=36, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
-        mask_token_id=130, measure_every=18, save_every=36,
+        kind, steps=20, seed=1, draft_vocab_size=130, tokens_per_batch=600, learning_rate=1e-2, block_size=5,
+        mask_token_id=130, measure_every=10, save_every=20,
     )  # fmt: skip
     told: list[str] = []
     found = train(recipe, target.dense, read_config(target.folder), store, tmp_path, told.append)
@@ -77,7 +77,7 @@ def test_a_run_by_the_clock_goes_on_to_the_end_that_was_told(
 ) -> None:
     """Also of a machine that is slower or faster than when it began; a checkpoint comes by time as well."""
     recipe = Recipe("mtp", seconds=1.0, tokens_per_batch=600, measure_every=5, save_every=1 << 30)
-    speeds = iter((1 / 24, 1 / 90))
+    speeds = iter((1 / 20, 1 / 90))
     monkeypatch.setattr(Trainer, "seconds_a_step", lambda self: next(speeds))
     monkeypatch.setattr("localspec.training.trainer.SAVE_S", 0.0)
     config = read_config(target.folder)
@@ -90,7 +90,7 @@ def test_a_run_by_the_clock_goes_on_to_the_end_that_was_told(
         train(recipe, target.dense, config, store, tmp_path, stop)
     told: list[str] = []
     found = train(recipe, target.dense, config, store, tmp_path, told.append)
-    assert told[0] == "going on with 24 steps" and found.report["curve"][-1]["step"] == 24
+    assert told[0] == "going on with 20 steps" and found.report["curve"][-1]["step"] == 20
     assert found.report["curve"][0]["step"] == 5
     with pytest.raises(ValueError, match="another training"):
         train(replace(recipe, seed=3), target.dense, config, store, tmp_path, told.append)
@@ -163,18 +163,13 @@ def test_dspark_goes_on_from_a_dflash_backbone(target: TinyTarget, store: Answer
     )
     config = read_config(target.folder)
     made = train(base, target.dense, config, store, tmp_path / "base", lambda line: None)
-    further = replace(
-        base, kind="dspark", steps=1, learning_rate=1e-9, markov_rank=16, start_from=str(tmp_path / "base")
-    )
+    further = replace(base, kind="dspark", steps=8, markov_rank=16, start_from=str(tmp_path / "base"))
     found = train(further, target.dense, config, store, tmp_path / "further", lambda line: None)
-    # A head without weight changes no draft.
     assert found.drafter.config["markov_rank"] == 16 and found.drafter.config["sample_from_anchor"] is False
+    # Heads without weight change no draft; BF16 is between the two.
     assert abs(found.report["untrained_length"] - made.report["length"]) < 0.02
-    learnt = replace(further, steps=10, learning_rate=1e-2)
-    assert (
-        train(learnt, target.dense, config, store, tmp_path / "learnt", print).report["length"] > made.report["length"]
-    )
-    loaded, _ = load_drafter("dspark", tmp_path / "learnt", target.dense)
+    assert found.report["length"] > made.report["length"]
+    loaded, _ = load_drafter("dspark", tmp_path / "further", target.dense)
     assert loaded.config == found.drafter.config
 
 
