@@ -15,7 +15,17 @@ from localspec.commands.common import fail, gib, print_json, settings
 from localspec.commands.options import json_option
 
 
-@click.group()
+class _OverAnIndex(click.Group):
+    """Commands that say so where the index turns out to be damaged in the middle."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except INDEX_ERRORS as error:
+            fail(f"the index in {settings().paths.kv_dir} cannot be read ({error}); localspec cache wipe removes all")
+
+
+@click.group(cls=_OverAnIndex)
 def cache() -> None:
     """Conversations kept on disk, so that opening one again costs no recompute. All of it may be deleted."""
 

@@ -117,6 +117,24 @@ def refuse(*_: object, **__: object) -> None:
     raise PermissionError(13, "Permission denied")
 
 
+def test_an_index_that_is_damaged_in_the_middle_ends_no_command_with_a_traceback(home: Path) -> None:
+    folder = home / "cache" / "kv"
+    store = SpillStore(folder, identity("some-model"), WIDE)
+    for chat in range(3):
+        write(store, ids_of(chat, 700), chat=f"chat-{chat}")
+    store.close()
+    sound = (folder / "index.sqlite3").read_bytes()
+    said = 0
+    for page in range(1, len(sound) // 8192):
+        for words in (("ls",), ("df",), ("rm", "chat-1"), ("verify",)):
+            damaged = sound[: page * 8192] + bytes(8192) + sound[(page + 1) * 8192 :]
+            (folder / "index.sqlite3").write_bytes(damaged)
+            result = CliRunner().invoke(cache, list(words))
+            assert result.exception is None or isinstance(result.exception, SystemExit), (page, words)
+            said += "localspec cache wipe removes all" in result.output
+    assert said
+
+
 def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = home / "cache" / "kv"
     assert json.loads(call("limit", "--json")) == {
