@@ -5,13 +5,13 @@
 
 Random weights are packed once into --folder (about 17 GB, taken away at the end). Then three processes start the engine
 one after the other as `localspec serve` does: the first with empty caches (kernels compile, the card is tested), the
-second and third with what the first left. Before each the page cache is asked to forget the file; the disk's rate is
-measured with the same reader. Bars: load at 70% of that rate; first start within 90 s and second within 10 s beside
-reading; 17.5 GiB by the driver's count with 32k of FP8 keys and values, 20.5 GiB with 128k, after answers of four
-sequences; host memory below 4 GiB beside pinned parts. An answer is also timed through the port, alone and beside four
+second and third with what the first left; the first and the third are also used. Before each the page cache is asked
+to forget the file; the disk's rate is measured with the same reader. Bars: load at 70% of that rate; first start within
+90 s and second within 10 s beside reading; 17.5 GiB by the driver's count with 32k of FP8 keys and values, 20.5 GiB
+with 128k, after answers of four sequences with and without drafts and a prompt of up to 60,000 tokens; host memory
+below 4 GiB beside pinned parts, at its highest. An answer is also timed through the port, alone and beside four
 clients that post bodies of 70 kB (more tokens than the context holds, so that the card is left alone); bar: idle at
-most 3%. `--tiny` takes the same way with a tiny model on a CPU, where no
-bar means anything.
+most 3%. `--tiny` takes the same way with a tiny model on a CPU, where no bar means anything.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _status_gib(key: str) -> float:
     return int(found.group(1)) * 1024 / GIB if found else float("nan")
 
 
-def start(folder: Path, state: Path, context: int, limit_gib: float, device: str) -> None:
+def start(folder: Path, state: Path, context: int, limit_gib: float, device: str, used: bool) -> None:
     """In a process of its own: the engine behind its port, as `localspec serve` runs it; prints what was found."""
     import psutil
 
@@ -159,7 +159,8 @@ def start(folder: Path, state: Path, context: int, limit_gib: float, device: str
     def measure_all(address: str) -> None:
         try:
             _wait_until_ready(engine, began, found["marks"])
-            _use(engine, address, device, found)
+            if used:
+                _use(engine, address, device, found)
         except Exception as error:
             found["failed"] = f"{type(error).__name__}: {error}"[:1500]
             if on_card:
@@ -280,6 +281,7 @@ def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, 
     environment = {**os.environ, "TRITON_CACHE_DIR": str(state / "triton"), "HOME": str(state)}
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
     command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
+    command += ["--used"] if name != "second" else []
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=START_LIMIT_S
@@ -309,6 +311,19 @@ def load_rate(marks: list[tuple[float, str]], num_bytes: int) -> dict[str, float
     }
 
 
+def _within(name: str, found: dict[str, Any], disk_gb_per_s: float) -> dict[str, bool]:
+    """Which bars a start holds, as far as it got."""
+    held = {"answered": "failed" not in found}
+    if "load_gb_per_s" in found:
+        held["load"] = found["load_gb_per_s"] >= 0.7 * disk_gb_per_s
+        held["start"] = found["beside_reading_s"] <= (90 if name == "first" else 10)
+    if "memory" in found and "driver" in found["memory"]:
+        held["card"] = found["memory"]["driver"] <= found["bar_gib"]
+        held["host"] = found["memory"]["VmHWM"] - found["memory"]["table"] < 4
+        held["idle"] = max(found[key]["idle"] for key in ("alone", "beside_posts")) <= 0.03
+    return held
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All of it; what is found is written as it comes."""
     from localspec.hub.layout import PACKED_NAME
@@ -336,6 +351,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 forget(path)
             found = _begin(arguments, Path(state), name, context, limit_gib)
             document[name] = found | load_rate(found.get("marks", []), num_bytes)
+            disk = document.get(f"disk_{name}", {"gb_per_s": 0.0})["gb_per_s"]
+            document[name]["within"] = _within(name, document[name], disk)
             print(name, json.dumps(document[name]), json.dumps(document.get(f"disk_{name}", {})), flush=True)
             arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return document
@@ -353,12 +370,13 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit-gib", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--used", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
         make_folder(arguments.folder, arguments.tiny)
     elif arguments.start:
         device = "cpu" if arguments.tiny else "cuda"
-        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device)
+        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device, arguments.used)
     else:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         try:

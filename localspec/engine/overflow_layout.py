@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -12,6 +12,7 @@ from localspec.api.types import EngineError
 from localspec.cache.cold import ColdPages
 from localspec.cache.pool import CachePool
 from localspec.core.cache_spec import CacheSpec
+from localspec.core.memory_budget import CHUNK_TOKENS
 from localspec.core.records import MAX_ROWS, PAGE_TOKENS
 from localspec.engine.memory_budget import MemoryLayout, context_limit, lay_out
 from localspec.engine.tier_memory import PIECE_BYTES, host_memory_for
@@ -55,6 +56,9 @@ def split(
     page_bytes = PAGE_TOKENS * target.bytes_per_token
     landing_bytes = 2 * wanted_pages * page_bytes // num_layers
     memory = lay_out(model, ops, specs, resident_tokens, limit_bytes, landing_bytes)
+    if memory.chunk_tokens is not None:
+        # The ring that a chunk is read into must leave room for pages that stay.
+        memory = replace(memory, chunk_tokens=min(memory.chunk_tokens, CHUNK_TOKENS))
     cold_pages = wanted_pages - (memory.num_pages - 1 - memory.num_pages // SHARE_FOR_OTHERS)
     free_bytes = psutil.virtual_memory().available
     if cold_pages * page_bytes > free_bytes * HOST_SHARE:

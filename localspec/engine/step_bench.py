@@ -49,6 +49,7 @@ class StepBench:
         self._per_slot_pages = self._runner.state.block_tables.shape[1]
         self._num_pages = parts.scheduler.pool.num_pages
         self._drafts: dict[int, Draft] = {}
+        self.chunk_tokens = parts.scheduler.limits.chunk_tokens
 
     def verify(self, slots: int, rows_per_slot: int, context_tokens: int, repeats: int = 30) -> StepTime:
         """Time steps of `slots` sequences with `rows_per_slot` rows each at a context length."""

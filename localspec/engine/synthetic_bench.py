@@ -60,7 +60,8 @@ class SyntheticPlan:
     kv_cache: str = "auto"
     contexts: tuple[int, ...] = (2048, 32768, 131072)
     prefills: tuple[int, ...] = (2048, 8192, 32768)
-    chunk_tokens: int = 2048
+    chunk_tokens: int | None = None
+    """Of a prompt that are read at once; None: as many as the engine would."""
     repeats: int = 20
     depths: tuple[int, ...] = (1, 3, 5)
     decode_tokens: int = 400
@@ -194,15 +195,23 @@ class SyntheticBench:
         return EngineOptions(device=str(self._ops.device), kv_cache=self.plan.kv_cache, **more)
 
     def _fits(self, model: Model, drafters: dict[str, Drafter], tokens: int, limit_bytes: int) -> dict[str, Any]:
-        """Memory as the driver reports it with an engine that promises `tokens` within a limit, all warmed up."""
-        parts = assemble(model, self._ops, tokens, drafters, self._options(memory_limit_bytes=limit_bytes))
+        """Memory as the driver reports it with an engine that promises `tokens` within a limit, all warmed up.
+
+        Making random weights leaves holes in PyTorch's memory that loading from a file does not: they are told apart.
+        """
+        device = self._ops.device
+        gc.collect()
+        torch.cuda.empty_cache()
+        holes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        parts = assemble(model, self._ops, tokens, drafters, self._options(memory_limit_bytes=limit_bytes + holes))
         limits = parts.scheduler.limits
         seconds = warm_up(parts.loop.stages, limits.context_tokens, limits.chunk_tokens)
-        device = self._ops.device
         found = {
             "bar_gib": limit_bytes / GIB,
             "all_on_card": parts.runner.cold is None,
-            "driver_gib": driver_bytes(device) / GIB,
+            "driver_gib": (driver_bytes(device) - holes) / GIB,
+            "holes_gib": holes / GIB,
+            "chunk_tokens": limits.chunk_tokens,
             "planned_gib": sum(parts.metrics.snapshot().memory_bytes.values()) / GIB,
             "reserved_gib": torch.cuda.memory_reserved(device) / GIB,
             "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -258,9 +267,10 @@ class SyntheticBench:
         return {"context": context, "groups": of_group, "verdict": sentence}
 
     def _prefill(self, bench: StepBench, tokens: int) -> dict[str, float]:
-        rate = bench.prefill_tok_per_s(tokens, self.plan.chunk_tokens)
+        chunk_tokens = self.plan.chunk_tokens or bench.chunk_tokens
+        rate = bench.prefill_tok_per_s(tokens, chunk_tokens)
         flop = rate * prefill_flop_per_token(self.plan.config)
-        return {"tok_per_s": rate, "matmul_share": flop / self._rates["matmul"]}
+        return {"tok_per_s": rate, "matmul_share": flop / self._rates["matmul"], "chunk_tokens": chunk_tokens}
 
     def _measure_decoding(self, model: Model, drafters: dict[str, Drafter]) -> None:
         self._section("decode_off", partial(self._decode, model, drafters, "off", None, ()))
