@@ -281,7 +281,7 @@ def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, 
     environment = {**os.environ, "TRITON_CACHE_DIR": str(state / "triton"), "HOME": str(state)}
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
     command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
-    command += ["--used"] if name != "second" else []
+    command += ["--answer"] if name in arguments.use else []
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=START_LIMIT_S
@@ -365,18 +365,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--state", type=Path, help="where kernels and checks are kept; left there")
     parser.add_argument("--starts", nargs="+", default=[name for name, *_ in STARTS], help="which of the three")
+    parser.add_argument("--use", nargs="*", default=["first", "long"], help="which of them also answer")
     parser.add_argument("--keep", action="store_true", help="leave the folder, and use one that is there")
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit-gib", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--used", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
         make_folder(arguments.folder, arguments.tiny)
     elif arguments.start:
         device = "cpu" if arguments.tiny else "cuda"
-        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device, arguments.used)
+        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device, arguments.answer)
     else:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         try:
