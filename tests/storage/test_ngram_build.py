@@ -32,6 +32,19 @@ def documents() -> list[Tokens]:
     return stdlib_documents(MODULES)
 
 
+@pytest.fixture(scope="module")
+def occurrences(documents: list[Tokens]) -> Occurrences:
+    return Occurrences(documents)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, documents: list[Tokens]) -> set[tuple[int, ...]]:
+    """Contexts of a table that was built at one go."""
+    directory = tmp_path_factory.mktemp("whole") / "t"
+    build(directory, documents)
+    return set(occurrences_of(all_records(directory)))
+
+
 def all_records(directory: Path, *, staged: bool = False) -> np.ndarray:
     manifest = TableDirectory(directory).load()
     entries = manifest.staged if staged else manifest.runs
@@ -136,7 +149,9 @@ def test_two_builders_and_bad_input(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "t").iterdir())
 
 
-def test_unfinished_build_is_resumed_and_another_starts_over(tmp_path: Path, documents: list[Tokens]) -> None:
+def test_unfinished_build_is_resumed_and_another_starts_over(
+    tmp_path: Path, documents: list[Tokens], whole: set[tuple[int, ...]]
+) -> None:
     directory = tmp_path / "t"
 
     def run(name: str, stop_after: int | None) -> int:
@@ -161,8 +176,7 @@ def test_unfinished_build_is_resumed_and_another_starts_over(tmp_path: Path, doc
     assert run("second", 5) == 0
     assert set(TableDirectory(directory).load().sources) <= {"corpus"}
     assert 0 < run("second", None) <= 5
-    build(tmp_path / "whole", documents)
-    assert set(occurrences_of(all_records(directory))) == set(occurrences_of(all_records(tmp_path / "whole")))
+    assert set(occurrences_of(all_records(directory))) == whole
     manifest = TableDirectory(directory).load()
     assert manifest.without_build() == manifest
     assert set(manifest.sources) == {"corpus"}
@@ -191,7 +205,9 @@ def check_serves_only_truth(directory: Path, occurrences: Occurrences, documents
 
 
 @pytest.mark.parametrize("room_bytes", [0, 5_000, 60_000, 200_000, 500_000, 900_000, 1_400_000])
-def test_full_disk_loses_nothing_that_was_flushed(tmp_path: Path, documents: list[Tokens], room_bytes: int) -> None:
+def test_full_disk_loses_nothing_that_was_flushed(
+    tmp_path: Path, documents: list[Tokens], occurrences: Occurrences, whole: set[tuple[int, ...]], room_bytes: int
+) -> None:
     directory = tmp_path / "t"
     left = room_bytes
 
@@ -213,15 +229,13 @@ def test_full_disk_loses_nothing_that_was_flushed(tmp_path: Path, documents: lis
 
     with pytest.raises(OSError, match="space"):
         run()
-    occurrences = Occurrences(documents)
     if (directory / "manifest").exists():
         check_serves_only_truth(directory, occurrences, documents)
         assert not list(directory.glob(f"{TEMPORARY_PREFIX}*"))
     left = 1 << 30
     run()
     assert check_serves_only_truth(directory, occurrences, documents) > 50
-    build(tmp_path / "whole", documents)
-    assert set(occurrences_of(all_records(directory))) == set(occurrences_of(all_records(tmp_path / "whole")))
+    assert set(occurrences_of(all_records(directory))) == whole
 
 
 BUILDER = """
@@ -262,9 +276,8 @@ def killed_builder(directory: Path, wait_s: float) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path, documents: list[Tokens]) -> None:
+def test_killed_at_any_moment(tmp_path: Path, documents: list[Tokens], occurrences: Occurrences) -> None:
     directory = tmp_path / "t"
-    occurrences = Occurrences(documents)
     rng = np.random.default_rng(13)
     finished, kills, states = False, 0, set()
     while not finished and kills < 60:
@@ -298,11 +311,13 @@ def test_killed_at_any_moment(tmp_path: Path, documents: list[Tokens]) -> None:
         for number, tokens in enumerate(documents):
             builder.add("corpus" if number < 4 else f"chat {number - 4}", tokens)
         builder.finish()
-    found, whole = (set(occurrences_of(all_records(path))) for path in (directory, tmp_path / "whole"))
-    assert found == whole
+    found, expected = (set(occurrences_of(all_records(path))) for path in (directory, tmp_path / "whole"))
+    assert found == expected
 
 
-def test_merge_skips_damaged_pages_and_says_so(tmp_path: Path, documents: list[Tokens]) -> None:
+def test_merge_skips_damaged_pages_and_says_so(
+    tmp_path: Path, documents: list[Tokens], occurrences: Occurrences
+) -> None:
     directory = tmp_path / "t"
     with RunBuilder(directory, TOKENIZER, build="b", chunk_tokens=3000) as builder:
         for tokens in documents:
@@ -315,7 +330,7 @@ def test_merge_skips_damaged_pages_and_says_so(tmp_path: Path, documents: list[T
         paths[1].write_bytes(paths[1].read_bytes()[:5000])
         report = builder.finish()
     assert (report.damaged_pages, report.damaged_runs) == (1, 1)
-    assert check_serves_only_truth(directory, Occurrences(documents), documents) > 50
+    assert check_serves_only_truth(directory, occurrences, documents) > 50
 
 
 def test_a_list_that_could_not_be_read_again_is_not_written(
