@@ -1,8 +1,9 @@
 """What a choice of drafter would have done with the text that was just written, window by window.
 
 Methods that copy have runs, and where their windows begin depends on who drafted before: shares and means of windows
-that were planned by somebody else mislead. So the last few hundred tokens are gone through again for each choice:
-copies are known to be right or wrong at every token, other drafters advance by what they bring on average. Torch-free.
+that were planned by somebody else mislead. So the last tokens are gone through again for each choice: copies are known
+to be right or wrong at every token without drafting them, other drafters advance by what they bring on average. Each
+choice goes on where it stopped, so a token is gone through once. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,83 +13,135 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from localspec.core.records import MAX_ROWS
+from localspec.engine.acceptance import Acceptance
 from localspec.engine.knowledge import COPYING
 from localspec.engine.step_costs import OFF, Arm
 
-KEPT_TOKENS = 400
+BLOCK_TOKENS = 16
+"""Text is gone through in pieces of one sequence, and forgotten in pieces."""
+KEPT_BLOCKS = 100
+"""Runs of copies are long: over fewer, what is best of choices that are nearly equal is chance."""
 ENOUGH_TOKENS = 96
 """Fewer tell too little."""
 ENOUGH_OF_A_KIND = 24
-AFTER_CHANGE_TOKENS = 160
+AFTER_CHANGE_BLOCKS = 1
 """Kept when the work has changed: those that told of it."""
+LOOKAHEAD_TOKENS = MAX_ROWS - 1
+MAX_TALLIES = 64
+MAX_SEQUENCES = 16
+
+
+@dataclass(frozen=True, order=True)
+class Policy:
+    """A choice for text as it comes and one for text that repeats itself."""
+
+    usual: Arm
+    echo: Arm
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A piece of one text. sure, runs: by token; see `RecentText.see`."""
+
+    sequence_id: int
+    sure: tuple[bool, ...]
+    runs: tuple[int, ...]
+    """Copies right from here on, counted to LOOKAHEAD_TOKENS."""
+
+
+@dataclass
+class _Waiting:
+    """Tokens of a sequence that are no block yet; was_right: of the token before the last one."""
+
+    sure: list[bool] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    was_right: bool = False
 
 
 @dataclass
 class RecentText:
-    """sure: behind this token the text's own n-grams have a long match; runs are read off `right`: their next token is
-    the text's next. Of several sequences the tokens lie in the order in which they landed."""
+    """late: a window is planned before the one before it is known."""
 
-    sure: deque[bool] = field(default_factory=lambda: deque(maxlen=KEPT_TOKENS))
-    right: deque[bool] = field(default_factory=lambda: deque(maxlen=KEPT_TOKENS))
+    late: bool = False
+    blocks: deque[_Block] = field(default_factory=deque)
+    first: int = 0
+    """Number of the oldest block."""
+    num_sure: int = 0
+    """Tokens of the blocks behind which a match is long."""
+    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _tallies: dict[Policy, _Tally] = field(default_factory=dict)
+    _enter: Acceptance = field(default_factory=Acceptance)
+    _stay: Acceptance = field(default_factory=Acceptance)
 
-    def see(self, sure: bool, right: bool) -> None:
-        self.sure.append(sure)
-        self.right.append(right)
+    def see(self, sequence_id: int, sure: bool, right: bool) -> bool:
+        """A token of a sequence. sure: behind the one before it the text's own n-grams have a long match; right: their
+        next token is the text's next. Tells whether the work has changed: runs begin or end more often or less."""
+        waiting = self._waiting.get(sequence_id)
+        if waiting is None:
+            if len(self._waiting) >= MAX_SEQUENCES:
+                self._waiting.pop(next(iter(self._waiting)))
+            waiting = self._waiting[sequence_id] = _Waiting()
+        changed = (self._stay if waiting.was_right else self._enter).see(1, int(right))
+        waiting.was_right = right
+        waiting.sure.append(sure)
+        waiting.right.append(right)
+        ahead = waiting.right[BLOCK_TOKENS:]
+        if len(waiting.sure) >= BLOCK_TOKENS and (len(ahead) >= LOOKAHEAD_TOKENS or not all(ahead) or not right):
+            self._close(sequence_id, waiting)
+        return changed
+
+    def _close(self, sequence_id: int, waiting: _Waiting) -> None:
+        runs, run = [], 0
+        for right in reversed(waiting.right):
+            run = min(run + 1, LOOKAHEAD_TOKENS) if right else 0
+            runs.append(run)
+        runs.reverse()
+        block = _Block(sequence_id, tuple(waiting.sure[:BLOCK_TOKENS]), tuple(runs[:BLOCK_TOKENS]))
+        del waiting.sure[:BLOCK_TOKENS], waiting.right[:BLOCK_TOKENS]
+        self.blocks.append(block)
+        self.num_sure += sum(block.sure)
+        self._keep(KEPT_BLOCKS)
+
+    def _keep(self, count: int) -> None:
+        while len(self.blocks) > count:
+            self.num_sure -= sum(self.blocks.popleft().sure)
+            self.first += 1
+
+    @property
+    def num_tokens(self) -> int:
+        return BLOCK_TOKENS * len(self.blocks)
 
     def is_enough(self, echo: bool | None) -> bool:
         """Whether it tells of choices for text that repeats itself, for other text, or (None) for both alike."""
-        own = len(self.sure) if echo is None else sum(1 for each in self.sure if each == echo)
-        return len(self.right) >= ENOUGH_TOKENS and own >= ENOUGH_OF_A_KIND
+        own = self.num_tokens if echo is None else self.num_sure if echo else self.num_tokens - self.num_sure
+        return self.num_tokens >= ENOUGH_TOKENS and own >= ENOUGH_OF_A_KIND
 
     def forget_old(self) -> None:
         """The work has changed."""
-        while len(self.right) > AFTER_CHANGE_TOKENS:
-            self.sure.popleft()
-            self.right.popleft()
+        self._keep(AFTER_CHANGE_BLOCKS * max(len(self._waiting), 1))
 
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        self._waiting.pop(sequence_id, None)
+        for tally in self._tallies.values():
+            tally.cursors.pop(sequence_id, None)
 
-@dataclass(frozen=True)
-class Policy:
-    """A choice for text as it comes and one for text that repeats itself. cost_ms: of a step; tokens: that the part
-    with weights brings to a window of a depth; late: a window is planned before the one before it is known."""
-
-    usual: Arm
-    echo: Arm
-    cost_ms: Callable[[Arm], float]
-    tokens: Callable[[str, int], float]
-    late: bool
-
-
-def replayed_rate(text: RecentText, policy: Policy) -> float:
-    """Tokens per millisecond over the text."""
-    sure, right = list(text.sure), list(text.right)
-    runs = [0] * (len(right) + 1)
-    for place in range(len(right) - 1, -1, -1):
-        runs[place] = runs[place + 1] + 1 if right[place] else 0
-    moves = {arm: _Move.of(arm, policy) for arm in (policy.usual, policy.echo)}
-    at, ms, owed, known = 0, 0.0, 0.0, sure[0]
-    unread = last = 0
-    is_ready = True
-    while at < len(right):
-        move = moves[policy.echo if known else policy.usual]
-        known = sure[at]
-        # A drafter with weights has at most one pass of rows behind it when it speaks.
-        if move.reads or unread - last >= MAX_ROWS:
-            is_ready, unread = unread <= MAX_ROWS, max(0, unread - MAX_ROWS)
-        if move.copies and (sure[at] or move.copies_always):
-            last = 1 + min(runs[at], move.depth)
-        elif move.reads and not is_ready:
-            last = 1
-        else:
-            owed += move.others
-            last = int(owed)
-            owed -= last
-        at += last
-        unread += last
-        ms += move.ms
-        if not policy.late:
-            known = sure[min(at, len(sure) - 1)]
-    return len(right) / ms
+    def rate(self, policy: Policy, cost_ms: Callable[[Arm], float], tokens: Callable[[str, int], float]) -> float:
+        """Tokens per millisecond over the text. cost_ms: of a step; tokens: that a part with weights brings to a window
+        of a depth, as it is known now. Where windows of the others began keeps to what was known then."""
+        tally = self._tallies.pop(policy, None)
+        if tally is None or tally.next < self.first:
+            tally = _Tally(self.first)
+            if len(self._tallies) >= MAX_TALLIES:
+                self._tallies.pop(next(iter(self._tallies)))
+        self._tallies[policy] = tally
+        moves = _Move.of(policy.usual, tokens), _Move.of(policy.echo, tokens)
+        tally.go_on(self, moves)
+        windows, others = tally.sums[:2], tally.sums[2:]
+        ms = 0.0
+        for arm, move, count, brought in zip((policy.usual, policy.echo), moves, windows, others, strict=True):
+            ms += cost_ms(arm) * (count + brought / move.others)
+        return self.num_tokens / max(ms, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -100,18 +153,81 @@ class _Move:
     reads: bool
     depth: int
     others: float
-    ms: float
 
     @classmethod
-    def of(cls, arm: Arm, policy: Policy) -> _Move:
+    def of(cls, arm: Arm, tokens: Callable[[str, int], float]) -> _Move:
         method, depth = arm
         parts = method.split("+")
         copies = parts[0] == "ngram"
-        others = parts[1] if len(parts) > 1 and copies else method
-        brought = 1.0 if not depth or (copies and len(parts) == 1) else policy.tokens(others, depth)
         alone = copies and len(parts) == 1
-        reads = depth > 0 and not alone
-        return cls(copies and depth > 0, alone, reads, depth, max(brought, 1.0), policy.cost_ms(arm))
+        others = parts[1] if len(parts) > 1 and copies else method
+        brought = 1.0 if not depth or alone else tokens(others, depth)
+        return cls(copies and depth > 0, alone, depth > 0 and not alone, depth, max(brought, 1.0))
+
+
+@dataclass
+class _Cursor:
+    """Where a choice stands in one text. at: in the block that comes; owed: fractions of tokens; unread: tokens that
+    the drafter with weights has not run; last: of the window before."""
+
+    at: int = 0
+    owed: float = 0.0
+    known: bool = False
+    unread: int = 0
+    last: int = 0
+    is_ready: bool = True
+
+    def walk(self, block: _Block, moves: tuple[_Move, _Move], late: bool) -> tuple[int, int, int, int]:
+        """Go through a block. Windows that the choice for usual text and that for echo had in it, those without what
+        others brought, and the tokens that they brought."""
+        count, brought = [0, 0], [0, 0]
+        at, size = self.at, len(block.sure)
+        while at < size:
+            sure = block.sure[at]
+            is_echo = self.known if late else sure
+            self.known = sure
+            move = moves[is_echo]
+            # A drafter with weights has at most one pass of rows behind it when it speaks.
+            if move.reads or self.unread - self.last >= MAX_ROWS:
+                self.is_ready, self.unread = self.unread <= MAX_ROWS, max(0, self.unread - MAX_ROWS)
+            if move.copies and (sure or move.copies_always):
+                self.last = 1 + min(block.runs[at], move.depth)
+                count[is_echo] += 1
+            elif move.reads and not self.is_ready:
+                self.last = 1
+                count[is_echo] += 1
+            else:
+                self.owed += move.others
+                self.last = int(self.owed)
+                self.owed -= self.last
+                brought[is_echo] += self.last
+            at += self.last
+            self.unread += self.last
+        self.at = at - size
+        return count[0], count[1], brought[0], brought[1]
+
+
+@dataclass
+class _Tally:
+    """What `_Cursor.walk` counted for one choice, by block and in all. next: number of the block that comes."""
+
+    next: int
+    cursors: dict[int, _Cursor] = field(default_factory=dict)
+    by_block: deque[tuple[int, int, int, int]] = field(default_factory=deque)
+    sums: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+
+    def go_on(self, text: RecentText, moves: tuple[_Move, _Move]) -> None:
+        while self.next - len(self.by_block) < text.first:
+            self._add(self.by_block.popleft(), -1)
+        for place in range(self.next - text.first, len(text.blocks)):
+            block = text.blocks[place]
+            cursor = self.cursors.setdefault(block.sequence_id, _Cursor())
+            self.by_block.append(cursor.walk(block, moves, text.late))
+            self._add(self.by_block[-1], 1)
+        self.next = text.first + len(text.blocks)
+
+    def _add(self, counts: tuple[int, int, int, int], sign: int) -> None:
+        self.sums = [total + sign * count for total, count in zip(self.sums, counts, strict=True)]
 
 
 def in_question(rates: Mapping[Arm, float], current: Arm) -> list[Arm]:

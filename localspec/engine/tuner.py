@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Words
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from localspec.core.records import MAX_ROWS
 from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm, Mean
-from localspec.engine.text_replay import Policy, RecentText, in_question, replayed_rate
+from localspec.engine.text_replay import Policy, RecentText, in_question
 from localspec.engine.tuner_work import Hearing, TunerSettings, Work
 from localspec.scheduler.sequence import Sequence
 
@@ -137,13 +137,18 @@ class Tuner:
             if name == phase:
                 work.heard_at["ngram"] = work.step
                 in_use = in_use or work.current[0] == "ngram"
-        if self.known.see_shadow(phase, self.room(num_active), run, is_sure, in_use):
-            self._alarm(phase)
+        self.known.see_shadow(phase, self.room(num_active), run, is_sure, in_use)
 
     def see_text(self, sequence: Sequence, num_active: int, sure: bool, right: bool) -> None:
         """A token landed: behind the one before it the text's own n-grams had a long match, and said this one next."""
-        self.recent.setdefault((sequence.phase, num_active), RecentText()).see(sure, right)
-        self._phases_at_echo[num_active] = sequence.phase
+        phase = sequence.phase
+        text = self.recent.setdefault((phase, num_active), RecentText(self.fixed_rows))
+        if text.see(sequence.id, sure, right):
+            text.forget_old()
+            self._alarm(phase)
+            if num_active == 1:
+                self._alarm(ECHO)
+        self._phases_at_echo[num_active] = phase
 
     def room(self, num_active: int) -> int:
         """Drafts that each of so many sequences has room for."""
@@ -173,6 +178,8 @@ class Tuner:
         self._echoing.discard(sequence.id)
         self._hearing.discard(sequence.id)
         self._flights.pop(sequence.id, None)
+        for text in self.recent.values():
+            text.forget(sequence.id)
 
     def reset(self) -> None:
         """Forget everything that was learnt."""
@@ -240,35 +247,48 @@ class Tuner:
         work.alarmed, work.decided_at = False, work.step
         costs = self.known.step_ms(phase, num_active, bucket)
         rates = {arm: self.known.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
-        replayed = self._replayed(phase, num_active, costs, rates)
-        self._keep_best(work, replayed or rates, self.settings.replayed_margin if replayed else self.settings.margin)
+        if not self._keep_best_replayed(work, phase, num_active, costs, rates):
+            self._keep_best(work, rates)
         due = self._due(work, phase, num_active, bucket, costs)
         if due is not None:
             left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
             work.hearing = Hearing(due, left, self.settings.hearing_windows)
             self.reason = f"trying {due[0]} at depth {due[1]}"
 
-    def _replayed(
-        self, phase: str, num_active: int, costs: dict[Arm, float], rates: dict[Arm, float]
-    ) -> dict[Arm, float]:
-        """Rates of the choices that come into question, from the text that was just written; empty while too little of
-        it is known."""
-        usual = self._phases_at_echo.get(num_active, phase) if phase == ECHO else phase
-        text = self.recent.get((usual, num_active))
-        other = self.work_of(usual if phase == ECHO else ECHO, num_active).current
+    def _keep_best_replayed(
+        self, work: Work, phase: str, num_active: int, costs: dict[Arm, float], rates: dict[Arm, float]
+    ) -> bool:
+        """Choose by what the choices that come into question would have done with the text that was just written; of a
+        single sequence together with the choice for text that repeats itself. False while too little is known."""
+        usual_phase = self._phases_at_echo.get(num_active, phase) if phase == ECHO else phase
+        text = self.recent.get((usual_phase, num_active))
+        usual = echo = work
+        if num_active == 1:
+            usual, echo = self.work_of(usual_phase, 1), self.work_of(ECHO, 1)
+        current = Policy(usual.current, echo.current)
         kind = (phase == ECHO) if num_active == 1 else None
-        if text is None or not text.is_enough(kind) or (other not in costs and num_active == 1):
-            return {}
-        found = {}
-        for arm in in_question(rates, self.work_of(phase, num_active).current):
-            one, two = (arm, other) if num_active == 1 else (arm, arm)
-            usual_arm, echo_arm = (two, one) if phase == ECHO else (one, two)
-            policy = Policy(
-                usual_arm, echo_arm, costs.__getitem__,
-                lambda method, depth: self.known.tokens(method, depth, usual, num_active), self.fixed_rows,
-            )  # fmt: skip
-            found[arm] = replayed_rate(text, policy)
-        return found
+        if text is None or not text.is_enough(kind) or not {usual.current, echo.current} <= costs.keys():
+            return False
+
+        def tokens(method: str, depth: int) -> float:
+            return self.known.tokens(method, depth, usual_phase, num_active)
+
+        policies = {current, Policy(OFF, OFF)}
+        for arm in in_question(rates, work.current):
+            if num_active > 1 or "+" in arm[0] or text.is_enough(phase != ECHO):
+                policies.add(Policy(arm, arm))
+            if num_active == 1:
+                policies.add(replace(current, echo=arm) if phase == ECHO else replace(current, usual=arm))
+        found = {policy: text.rate(policy, costs.__getitem__, tokens) for policy in sorted(policies)}
+        best = max(found, key=lambda policy: found[policy])
+        saved_ms = text.num_tokens * (1.0 / found[current] - 1.0 / found[best])
+        if saved_ms > max(
+            self.settings.saved_steps * costs[OFF], self.settings.replayed_margin * text.num_tokens / found[best]
+        ):
+            current = best
+            usual.current, echo.current = best.usual, best.echo
+        self._tell(work, found[current], found[Policy(OFF, OFF)])
+        return True
 
     def _listens_on(self, hearing: Hearing, phase: str) -> bool:
         hearing.left -= 1
@@ -279,15 +299,17 @@ class Tuner:
         suspicious = self.known.acceptance_of(method, phase).suspicion > self.settings.suspicion
         return suspicious and hearing.left > -self.settings.longest_hearing_steps
 
-    def _keep_best(self, work: Work, rates: dict[Arm, float], margin: float) -> None:
+    def _keep_best(self, work: Work, rates: dict[Arm, float]) -> None:
         if not rates:
             return
         best = max(rates, key=lambda arm: rates[arm])
         current = rates.get(work.current, 0.0)
-        if rates[best] > current * (1.0 + margin):
+        if rates[best] > current * (1.0 + self.settings.margin):
             work.current = best
-        plain = rates.get(OFF)
-        gain = rates.get(work.current, 0.0) / plain if plain else 1.0
+        self._tell(work, rates.get(work.current, 0.0), rates.get(OFF))
+
+    def _tell(self, work: Work, rate: float, plain: float | None) -> None:
+        gain = rate / plain if plain else 1.0
         self.reason = f"measured ×{gain:.2f} of plain" if work.current != OFF else "plain is fastest here"
 
     def _due(self, work: Work, phase: str, num_active: int, bucket: int, costs: dict[Arm, float]) -> Arm | None:
@@ -346,9 +368,6 @@ class Tuner:
 
     def _alarm(self, phase: str) -> None:
         """The work has changed: decide at once, and hear the others soon."""
-        for (of, _), text in self.recent.items():
-            if of == phase:
-                text.forget_old()
         for (name, _), work in self.work.items():
             if name == phase:
                 work.alarmed = True

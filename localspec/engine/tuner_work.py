@@ -15,6 +15,8 @@ class TunerSettings:
     margin: float = 0.015
     replayed_margin: float = 0.005
     """Of rates over the same text."""
+    saved_steps: float = 2.0
+    """Plain steps that a challenger must have saved over that text: the less there is of it, the more must speak."""
     decide_every_steps: int = 4
     hearing_windows: int = 1
     longest_hearing_steps: int = 6
