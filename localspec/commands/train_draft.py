@@ -50,7 +50,7 @@ MAX_PROMPT_TOKENS = 960
 @click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1))
 @click.option("--form", type=click.Choice(["bf16", "nvfp4"]), default="bf16", show_default=True)
 @click.option("--draft-vocabulary", default=16384, show_default=True, type=click.IntRange(0), help="0: all tokens.")
-@click.option("--tokens-per-batch", default=8192, show_default=True, type=click.IntRange(64))
+@click.option("--tokens-per-batch", type=click.IntRange(64), help="Bounds the memory. [default: 8192, on a CPU 2048]")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @device_option
 @offline_option
@@ -116,12 +116,13 @@ def _train(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
     store = _answers(place, text, options, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = open_target(config, open_checkpoint(place.folder), device, dtype)
-    trained = train(_recipe(place.id, text, options), target, config, store, out, _say)
+    recipe = _recipe(place.id, text, options, device.type == "cuda")
+    trained = train(recipe, target, config, store, out, _say)
     (out / REPORT_FILE).write_text(json.dumps(trained.report, indent=1) + "\n", encoding="utf-8")
     return trained.report
 
 
-def _recipe(model_id: str, text: TextStage, options: dict[str, Any]) -> Recipe:
+def _recipe(model_id: str, text: TextStage, options: dict[str, Any], on_card: bool) -> Recipe:
     from localspec.training.recipe import Recipe
 
     return Recipe(
@@ -132,7 +133,7 @@ def _recipe(model_id: str, text: TextStage, options: dict[str, Any]) -> Recipe:
         seed=options["seed"],
         form=options["form"],
         draft_vocab_size=options["draft_vocabulary"],
-        tokens_per_batch=options["tokens_per_batch"],
+        tokens_per_batch=options["tokens_per_batch"] or (8192 if on_card else 2048),
         stop_ids=tuple(text.stop_ids),
         mask_token_id=_mask_token_id(text),
     )
