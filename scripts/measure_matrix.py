@@ -110,10 +110,12 @@ async def measure(chosen: argparse.Namespace) -> None:
             drafters = Path(folder) / (label or "trained")
             drafters.mkdir()
             if draft is None:
-                for kind in TRAINED:
-                    name = f"{MODEL_ID}.{kind}"
-                    (drafters / name).symlink_to(chosen.drafters.resolve() / name)
-                methods = [("auto", 0), ("ngram", 4), *((kind, depth) for kind in TRAINED for depth in chosen.depths)]
+                for name in (f"{MODEL_ID}.{kind}" for kind in TRAINED):
+                    if (chosen.drafters / name / "model.safetensors").is_file():
+                        (drafters / name).symlink_to(chosen.drafters.resolve() / name)
+                fixed = [("ngram", 4), *((kind, depth) for kind in TRAINED for depth in chosen.depths)]
+                # Last in the first turn: on a card the fixed ones have captured their steps by then.
+                methods = [*fixed, ("auto", 0)]
             else:
                 (drafters / f"{MODEL_ID}.draft_model").symlink_to(draft)
                 methods = [("draft_model", 4)]
@@ -125,7 +127,10 @@ async def measure(chosen: argparse.Namespace) -> None:
             engine.start(MODEL_ID)
             info = await engine.wait_ready()
             known = tuple(method for method in methods if method[0] in info.drafters)
-            plan = BenchPlan(prompts, known, (1,), chosen.max_tokens, cold=True)
+            plan = BenchPlan(
+                prompts, known, (1,), chosen.max_tokens,
+                cold=True, in_turns=True, rehearsals=int(chosen.device != "cpu"),
+            )  # fmt: skip
             begun = time.monotonic()
             try:
                 found = await run_bench(engine, plan, lambda cell: print(cell, flush=True))

@@ -33,6 +33,7 @@ from localspec.engine.build import Built, EngineOptions, ModelPlace, build
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.engine.text import Prepared
 from localspec.engine.text_stream import Piece, TextStream
+from localspec.engine.tuner import Kept
 from localspec.engine.tuner_report import report
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,15 @@ class LocalEngine:
             await asyncio.to_thread(built.keeper.reset)
         else:
             await asyncio.wrap_future(built.parts.loop.call(built.parts.tuner.reset))
+
+    async def swap_tuner(self, learnt: object | None) -> object:
+        """Let the tuner go on with what an earlier call gave, or with nothing; what it knew until now. Waits for the
+        running step. Raises TypeError for anything else."""
+        if learnt is not None and not isinstance(learnt, Kept):
+            raise TypeError("a tuner goes on with what it gave, or with nothing")
+        parts, known = self._ready().parts, list[Kept]()
+        await asyncio.wrap_future(parts.loop.call(lambda: known.append(parts.tuner.swap(learnt))))
+        return known[0]
 
     async def aclose(self) -> None:
         self._closed = True

@@ -25,6 +25,15 @@ __all__ = ["CONTEXT_BUCKET_TOKENS", "ECHO", "OFF", "Arm", "Hearing", "Tuner", "T
 MAX_FLIGHTS = 64
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a tuner learnt; the fields are those of `Tuner`."""
+
+    learnt: Learnt
+    work: dict[tuple[str, int], Work]
+    recent: dict[tuple[str, int], RecentText]
+
+
 @dataclass
 class Tuner:
     """Implements the scheduler's DepthPolicy. `depth_limits` maps each method or chain to its greatest depth;
@@ -183,10 +192,15 @@ class Tuner:
 
     def reset(self) -> None:
         """Forget everything that was learnt."""
-        self.known.learnt = Learnt()
-        self.work = {}
-        self.recent = {}
+        self.swap(None)
+
+    def swap(self, kept: Kept | None) -> Kept:
+        """Go on with other knowledge, or with none; gives what was known until now."""
+        before = Kept(self.known.learnt, self.work, self.recent)
+        after = kept or Kept(Learnt(), {}, {})
+        self.known.learnt, self.work, self.recent = after.learnt, after.work, after.recent
         self.reason = "not started"
+        return before
 
     def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """See `Knowledge.rates`."""

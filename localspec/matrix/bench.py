@@ -31,6 +31,13 @@ class Forgetful(Protocol):
     async def reset_tuner(self) -> None: ...
 
 
+@runtime_checkable
+class Learning(Protocol):
+    """An engine whose tuner's knowledge can be exchanged: None for nothing learnt; gives what it knew until then."""
+
+    async def swap_tuner(self, learnt: object | None) -> object: ...
+
+
 @dataclass(frozen=True)
 class BenchPlan:
     """What to measure. `methods` are (drafter, depth), depth 0 leaves it to the engine; off is added if missing."""
@@ -41,6 +48,10 @@ class BenchPlan:
     max_tokens: int = 96
     cold: bool = False
     """Whether what the engine's tuner learnt is forgotten before each cell that it steers."""
+    in_turns: bool = False
+    """Whether the methods take turns prompt by prompt, so that what else the machine does meets them alike."""
+    rehearsals: int = 0
+    """Runs of a cell before the one that counts: on a card the first step of each shape is captured."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,10 @@ class _Run:
     def tok_per_s(self) -> float:
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
 
+    def then(self, later: _Run) -> _Run:
+        """Both as one."""
+        return _Run(self.answers + later.answers, self.seconds + later.seconds, self.before, later.after)
+
 
 async def run_bench(engine: Engine, plan: BenchPlan, progress: Callable[[Cell], None]) -> list[Cell]:
     """Measure every cell; `progress` sees each as it is done. A drafter that never drafts as deep as it may is not
@@ -102,24 +117,70 @@ async def run_bench(engine: Engine, plan: BenchPlan, progress: Callable[[Cell], 
     await _run(engine, warm_up, methods[0], 1, 8)
     cells: list[Cell] = []
     for workload, active in product(plan.workloads, plan.active):
-        prompts = plan.workloads[workload]
-        control: _Run | None = None
-        exhausted: dict[str, int] = {}
-        for drafter, depth in methods:
-            if depth > exhausted.get(drafter, depth):
-                continue
-            if plan.cold and drafter == AUTO and isinstance(engine, Forgetful):
-                await engine.reset_tuner()
-            run = await _run(engine, prompts, (drafter, depth), active, plan.max_tokens)
-            if drafter == OFF:
-                control = run
-            reached = max((len(answer.timings.drafted_per_position) for answer in run.answers), default=0)
-            if reached < depth:
-                exhausted[drafter] = min(depth, exhausted.get(drafter, depth))
-            cell = _cell(workload, (drafter, depth), active, run, control)
-            cells.append(cell)
-            progress(cell)
+        bench = _Workload(engine, plan, workload, active)
+        for turn in bench.turns:
+            # The control stays first, so that whatever is done can be compared with it.
+            order = [methods[0], *_rotated(methods[1:], turn)]
+            for method in order:
+                run = await bench.run(method, turn)
+                if run is not None and turn == bench.turns[-1]:
+                    cells.append(_cell(workload, method, active, run, bench.control))
+                    progress(cells[-1])
     return cells
+
+
+def _rotated(methods: Sequence[tuple[str, int]], by: int) -> list[tuple[str, int]]:
+    by = by % len(methods) if methods else 0
+    return [*methods[by:], *methods[:by]]
+
+
+class _Workload:
+    """One kind of work while it is measured."""
+
+    def __init__(self, engine: Engine, plan: BenchPlan, workload: str, active: int) -> None:
+        self._engine, self._plan, self._active = engine, plan, active
+        prompts = plan.workloads[workload]
+        self._parts = [prompts[i : i + active] for i in range(0, len(prompts), active)] if plan.in_turns else [prompts]
+        self._runs: dict[tuple[str, int], _Run] = {}
+        self._exhausted: dict[str, int] = {}
+        self._learnt: object | None = None
+
+    @property
+    def turns(self) -> range:
+        return range(len(self._parts))
+
+    @property
+    def control(self) -> _Run | None:
+        return self._runs.get((OFF, 0))
+
+    async def run(self, method: tuple[str, int], turn: int) -> _Run | None:
+        """Answer the prompts of this turn. What was measured until now; None for a depth that is never reached."""
+        drafter, depth = method
+        if depth > self._exhausted.get(drafter, depth):
+            return None
+        for _ in range(self._plan.rehearsals):
+            await self._learn_anew(drafter)
+            await self._answers(method, turn)
+        await self._learn_anew(drafter)
+        is_cold = self._plan.cold and drafter == AUTO and isinstance(self._engine, Learning)
+        if is_cold and turn:
+            await self._engine.swap_tuner(self._learnt)  # type: ignore[attr-defined]
+        run = await self._answers(method, turn)
+        if is_cold:
+            self._learnt = await self._engine.swap_tuner(None)  # type: ignore[attr-defined]
+        reached = max((len(answer.timings.drafted_per_position) for answer in run.answers), default=0)
+        if reached < depth and not turn:
+            self._exhausted[drafter] = min(depth, self._exhausted.get(drafter, depth))
+        known = self._runs.get(method)
+        self._runs[method] = run if known is None else known.then(run)
+        return self._runs[method]
+
+    async def _learn_anew(self, drafter: str) -> None:
+        if self._plan.cold and drafter == AUTO and isinstance(self._engine, Forgetful):
+            await self._engine.reset_tuner()
+
+    async def _answers(self, method: tuple[str, int], turn: int) -> _Run:
+        return await _run(self._engine, self._parts[turn], method, self._active, self._plan.max_tokens)
 
 
 async def _run(

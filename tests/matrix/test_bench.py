@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,59 @@ def test_wrong_use(wrong: tuple[str, ...]) -> None:
 def test_all_drafters_of_a_model() -> None:
     info = ModelInfo("m", "m", 1, 1, drafters=("auto", "off", "mtp", "ngram", "ngram_disk"))
     assert command._all_drafters(info) == ["mtp", "ngram", "ngram_disk", "ngram+mtp", "auto"]
+
+
+class Learning(ScriptedEngine):
+    """Counts what its tuner has seen: one for each answer of whoever drafts."""
+
+    def __init__(self, choose: Callable[[GenerateRequest, int], Reply]) -> None:
+        super().__init__(Script(seed=3), choose)
+        self.learnt: list[str] = []
+
+    async def reset_tuner(self) -> None:
+        self.learnt = []
+
+    async def swap_tuner(self, learnt: object | None) -> object:
+        before, self.learnt = self.learnt, learnt if isinstance(learnt, list) else []
+        return before
+
+
+async def test_methods_take_turns_and_the_tuner_learns_from_its_own_answers_only() -> None:
+    asked: list[tuple[str, str]] = []
+    known: list[tuple[str, ...]] = []
+
+    def choose(request: GenerateRequest, number: int) -> Reply:
+        drafter, text = str(request.drafter), str(request.messages[0].content)
+        asked.append((drafter, text))
+        if drafter == "auto":
+            known.append(tuple(engine.learnt))
+        engine.learnt.append(drafter)
+        return Reply("The same.")
+
+    engine = Learning(choose)
+    plan = BenchPlan({"code": PROMPTS}, (("ngram", 3), ("auto", 0)), (1,), 8, cold=True, in_turns=True)
+    cells = await run_bench(engine, plan, lambda cell: None)
+    assert asked[1:] == [
+        *((who, "one") for who in ("off", "ngram", "auto")),
+        *((who, "two") for who in ("off", "auto", "ngram")),
+        *((who, "three") for who in ("off", "ngram", "auto")),
+    ]
+    assert known == [(), ("auto",), ("auto", "auto")]
+    assert sorted(cell.drafter for cell in cells) == ["auto", "ngram", "off"]
+    assert all(cell.prompts == 3 and cell.differs_from_off == 0 for cell in cells)
+
+
+async def test_a_rehearsal_counts_for_nothing() -> None:
+    asked: list[tuple[str | None, int]] = []
+
+    def choose(request: GenerateRequest, number: int) -> Reply:
+        asked.append((request.drafter, len(engine.learnt)))
+        engine.learnt.append("")
+        return Reply("The same.")
+
+    engine = Learning(choose)
+    plan = BenchPlan({"code": PROMPTS[:1]}, (("auto", 0),), (1,), 8, cold=True, rehearsals=2)
+    cells = await run_bench(engine, plan, lambda cell: None)
+    assert [who for who, _ in asked[1:]] == ["off"] * 3 + ["auto"] * 3
+    assert [count for who, count in asked if who == "auto"] == [0, 0, 0]
+    assert [cell.prompts for cell in cells] == [1, 1]
