@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -202,7 +202,9 @@ class PackedCheckpoint:
         weight = _without_values(self._weights[name])
         if name in self._tables:
             number = self._tables[name]
-            weight = StoredTable(cast(DenseWeight, weight).tensor, lambda target: self._ring.read_into(number, target))
+            # Whatever the source's form, the file holds the table as it is gathered from.
+            without_values = torch.empty(weight.shape, device="meta")
+            weight = StoredTable(without_values, lambda target: self._ring.read_into(number, target))
         self._given[id(weight)] = (name, weight)
         return weight
 

@@ -108,12 +108,15 @@ def test_the_second_load_has_the_tensors_of_the_first(name: str, quantised: bool
     assert all(_equal(got, want) for got, want in zip(found, expected, strict=True))
 
 
-def test_block_formats_are_kept_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["up_proj.weight", "embed_tokens.weight"])
+def test_block_formats_are_kept_too(ending: str, tmp_path: Path) -> None:
+    """A quantised embedding, which is also the head of a tied model, is kept as the rows that are gathered."""
     config = {**architecture("qwen2").tiny_config(), "hidden_size": 64, "num_attention_heads": 4}
-    folder = random_checkpoint("qwen2", 3, tmp_path, config | {"num_key_value_heads": 2})
+    config |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    folder = random_checkpoint("qwen2", 3, tmp_path, config)
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
-    name = next(each for each in stored if each.endswith("up_proj.weight") and stored[each].shape[1] % 32 == 0)
+    name = next(each for each in stored if each.endswith(ending) and stored[each].shape[1] % 32 == 0)
     rows, columns = stored.pop(name).shape
     codes = torch.randint(-99, 99, (rows, columns), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     stored |= {f"{name}.q": codes, f"{name}.scale": torch.full((rows, columns // 32), 0.01, dtype=torch.float16)}
