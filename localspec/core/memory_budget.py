@@ -15,7 +15,10 @@ MIB = 1 << 20
 CUDA_CONTEXT_BYTES = 640 * MIB
 """Of the driver: 625 MiB on an H200 with all weights loaded and nothing run; fewer multiprocessors take less."""
 GRAPHS_BYTES = 200 * MIB
-"""Compiled modules, 140 MiB with a 27B on an H200, and captured steps, 0.7 to 2 MiB each."""
+"""Compiled modules, 140 MiB with a 27B on an H200, and few captured steps, 0.6 MiB each and 1 to 2 with drafts."""
+GRAPH_BYTES = 3 * MIB // 2
+FEW_GRAPHS, MANY_GRAPHS = 64, 256
+"""Captured steps that are kept at once; capturing one again holds an answer up for a moment."""
 MATMUL_BYTES = 32 * MIB
 """Of cuBLAS, made with the first prompt."""
 SPARE_BYTES = 64 * MIB
@@ -23,9 +26,10 @@ UNPACKED_BYTES = 176 * MIB
 """Of a weight, the most that lies unpacked at once; the kernels take wider ones in slices."""
 CHUNK_TOKENS = 2048
 """Rows of a prompt for which `Demand.workspace` is told."""
-CHUNK_SIZES = (4096, CHUNK_TOKENS, 1536, 1024, 512)
-"""Rows of a prompt that are read at once on a card: the first with which the context fits; more than CHUNK_TOKENS only
-where nothing else wants the memory. A prompt of 8,192 goes 7% faster by 4,096 than by 2,048 (H200, 27B)."""
+CHUNK_SIZES = (CHUNK_TOKENS, 1536, 1024, 512)
+"""Rows of a prompt that are read at once on a card: the first with which the context fits."""
+LARGE_CHUNK_TOKENS = 4096
+"""Where nothing else wants the memory. A prompt of 8,192 goes 7% faster so than by 2,048 (H200, 27B)."""
 LEAD_ROWS = 256
 """A chunk may begin within a tile: so many rows more."""
 MAX_SNAPSHOTS = 16
@@ -54,12 +58,13 @@ class Demand:
     row_scratch: int = 0
     host: int = 0
     context: int = CUDA_CONTEXT_BYTES
+    graphs: int = GRAPHS_BYTES
 
     @property
     def fixed(self) -> int:
         """All that does not depend on the context, with the fewest snapshots."""
         running = MAX_SLOTS * self.state + LEAST_SNAPSHOTS * self.snapshot
-        return self.weights + running + self.workspace + GRAPHS_BYTES + self.context + SPARE_BYTES
+        return self.weights + running + self.workspace + self.graphs + self.context + SPARE_BYTES
 
 
 @dataclass(frozen=True)
@@ -72,16 +77,22 @@ class Budget:
     num_pages: int
     num_snapshots: int
     chunk_tokens: int = CHUNK_TOKENS
+    num_graphs: int = FEW_GRAPHS
 
     @property
     def kv(self) -> int:
         """All pages, those of finished conversations included."""
         return int(self.num_pages * PAGE_TOKENS * self.demand.kv_per_token)
 
+    def is_roomy(self) -> bool:
+        """Whether the context fits with some snapshots."""
+        return self.context_tokens > 0 and self.num_snapshots >= FIRST_SNAPSHOTS
+
     def is_ample(self, contexts: int) -> bool:
         """Whether `contexts` whole ones fit, and as many snapshots as are ever kept."""
         per_context = -(-(self.context_tokens + MAX_ROWS) // PAGE_TOKENS)
-        return self.num_snapshots == MAX_SNAPSHOTS and self.num_pages > contexts * per_context
+        fits = self.context_tokens > 0 and self.num_pages > contexts * per_context
+        return fits and self.num_snapshots == MAX_SNAPSHOTS
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -93,7 +104,7 @@ class Budget:
             "state": MAX_SLOTS * demand.state,
             "snapshots": self.num_snapshots * demand.snapshot,
             "workspace": demand.workspace,
-            "graphs": GRAPHS_BYTES,
+            "graphs": demand.graphs,
             "context": demand.context,
             "spare": SPARE_BYTES,
         }
@@ -134,21 +145,27 @@ def row_scratch_bytes(hidden: int, inner: int) -> int:
 def plan_memory(demand: Demand, available: int, context_tokens: int | None = None, contexts: int = 1) -> Budget:
     """Spend `available` bytes: one whole context first, then snapshots, then pages of up to `contexts` contexts.
 
-    Prompts are read in the largest chunks with which a context fits. Without a context asked for it is what fits, in
+    Prompts are read in the largest chunks with which a context fits; where there is room, in larger ones, and more
+    captured steps are kept. Without a context asked for it is what fits, in
     steps of 256 tokens, up to the model's limit. A context that was asked for and does not fit gives a budget of 0
     tokens.
     """
-    for chunk_tokens in CHUNK_SIZES if demand.row_scratch else (CHUNK_TOKENS,):
-        more = (chunk_tokens - CHUNK_TOKENS) * demand.row_scratch
-        budget = _in_chunks(
-            replace(demand, workspace=max(0, demand.workspace + more)), available, context_tokens, contexts
-        )
-        if budget.context_tokens and (chunk_tokens <= CHUNK_TOKENS or budget.is_ample(contexts)):
-            break
-    return replace(budget, chunk_tokens=chunk_tokens)
+
+    def spent(chunk_tokens: int, num_graphs: int) -> Budget:
+        workspace = max(0, demand.workspace + (chunk_tokens - CHUNK_TOKENS) * demand.row_scratch)
+        graphs = GRAPHS_BYTES + (num_graphs - FEW_GRAPHS) * GRAPH_BYTES
+        budget = _spend(replace(demand, workspace=workspace, graphs=graphs), available, context_tokens, contexts)
+        return replace(budget, chunk_tokens=chunk_tokens, num_graphs=num_graphs)
+
+    if (most := spent(LARGE_CHUNK_TOKENS, MANY_GRAPHS)).is_ample(contexts):
+        return most
+    if context_tokens is not None and (more := spent(CHUNK_TOKENS, MANY_GRAPHS)).is_roomy():
+        return more
+    budgets = (spent(chunk_tokens, FEW_GRAPHS) for chunk_tokens in CHUNK_SIZES)
+    return next((budget for budget in budgets if budget.context_tokens), spent(CHUNK_SIZES[-1], FEW_GRAPHS))
 
 
-def _in_chunks(demand: Demand, available: int, context_tokens: int | None, contexts: int) -> Budget:
+def _spend(demand: Demand, available: int, context_tokens: int | None, contexts: int) -> Budget:
     left = available - demand.fixed
     page_bytes = max(1.0, PAGE_TOKENS * demand.kv_per_token)
     fitting = max(0, int(left // page_bytes) - 1) * PAGE_TOKENS - MAX_ROWS

@@ -20,6 +20,7 @@ from localspec.cache.pool import CachePool
 from localspec.cache.prefix import PrefixTree
 from localspec.cache.spill import SpillLimits
 from localspec.core.cache_spec import CacheSpec
+from localspec.core.memory_budget import FEW_GRAPHS
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
@@ -224,7 +225,7 @@ def assemble(
     )
     metrics = MetricsRecorder(_first_snapshot(memory, ops, limit, options))
     ring = _ring(ops, drafters, scheduler)
-    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options))
+    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options, memory))
     tiers = _tiers(options, place, specs, runner, scheduler, metrics)
     loop = DecodeLoop(stages, scheduler, ring, tuner, metrics, tiers)
     return Assembled(loop, metrics, tuner, runner, scheduler)
@@ -321,7 +322,7 @@ def _tiers(
     return open_tiers(options.kv_dir, limits, owner, specs, runner.pool, scheduler, metrics)
 
 
-def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -> DeviceStep:
+def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions, memory: MemoryLayout) -> DeviceStep:
     device = runner.ops.device
     rates = options.synthetic_acceptance
     acceptance = SyntheticAcceptance(rates, device) if rates else None
@@ -329,7 +330,9 @@ def _device_step(runner: Runner, drafters: DrafterSet, options: EngineOptions) -
         return EagerStep(runner, drafters, acceptance)
     from localspec.engine.graphs import GraphStep
 
-    return GraphStep(runner, drafters, acceptance)
+    return GraphStep(
+        runner, drafters, acceptance, memory.budget.num_graphs if memory.budget is not None else FEW_GRAPHS
+    )
 
 
 def _limits(memory: MemoryLayout, context_tokens: int, options: EngineOptions, cold_pages: int) -> Limits:

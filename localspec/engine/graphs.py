@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from localspec.core.memory_budget import FEW_GRAPHS
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, StepResult, VerifyPlan
 from localspec.engine.captured import Captured, Families, Family, Staging, StepKey
 from localspec.engine.device_step import EagerStep, StepNeeds, layout_in, position_bound
@@ -28,8 +29,6 @@ BOUND_STEP = 8
 STAGING_BUFFERS = 4
 """More than the steps that can be in flight, so that no buffer is rewritten while a copy still reads it."""
 
-MOST_GRAPHS = 64
-"""At once: some 60 MiB of the driver's memory with a 27B, which the memory plan sets aside."""
 Output = TypeVar("Output")
 ProposeKey = tuple[tuple[tuple[int, str, int], ...], int, bool, bool, int, int | None]
 
@@ -64,10 +63,17 @@ class EventClock:
 class GraphStep(EagerStep):
     """`EagerStep` whose propose and verify are replays."""
 
-    def __init__(self, runner: Runner, drafters: DrafterSet, acceptance: SyntheticAcceptance | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        drafters: DrafterSet,
+        acceptance: SyntheticAcceptance | None = None,
+        most_graphs: int = FEW_GRAPHS,
+    ) -> None:
+        """`most_graphs`: kept at once, by the memory that is set aside for them."""
         super().__init__(runner, drafters, acceptance)
         self._pool = torch.cuda.graph_pool_handle()
-        self.captured = Families(MOST_GRAPHS)
+        self.captured = Families(most_graphs)
         self._draft_buffers: dict[torch.Size, Tensor] = {}
         self._turn = 0
         self._bound_limit = runner.state.block_tables.shape[1] * PAGE_TOKENS - 1

@@ -18,7 +18,6 @@ from localspec.api.types import EngineError
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.memory_budget import (
     CUDA_CONTEXT_BYTES,
-    GRAPHS_BYTES,
     MAX_SNAPSHOTS,
     WANTED_CONTEXTS,
     Budget,
@@ -118,12 +117,12 @@ def lay_out(
         return _lay_out_host(model, specs, context_tokens)
     torch.cuda.empty_cache()
     available = available_bytes(ops.device, limit_bytes)
-    _keep_within(ops.device, available)
     demand = _demand(model, ops, specs)
     budget = plan_memory(demand, available - beside_bytes, context_tokens, WANTED_CONTEXTS)
     if not budget.context_tokens:
         raise _does_not_fit(budget, context_tokens)
     log.info("memory: %s", budget.told())
+    _keep_within(ops.device, available - budget.demand.context - budget.demand.graphs)
     return MemoryLayout(budget.num_pages, budget.num_snapshots, budget.parts, budget, budget.chunk_tokens)
 
 
@@ -133,11 +132,11 @@ def available_bytes(device: torch.device, limit_bytes: int | None) -> int:
     return free_bytes if limit_bytes is None else min(free_bytes, limit_bytes)
 
 
-def _keep_within(device: torch.device, available: int) -> None:
+def _keep_within(device: torch.device, num_bytes: int) -> None:
     """PyTorch keeps what was freed as long as the card has more; at a limit it gives such memory back first. What
     captured steps take is not its, and must be there when they are captured."""
     total_bytes = torch.cuda.mem_get_info(device)[1]
-    share = min(1.0, max(0, available - CUDA_CONTEXT_BYTES - GRAPHS_BYTES) / total_bytes)
+    share = min(1.0, max(0, num_bytes) / total_bytes)
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 

@@ -117,7 +117,7 @@ def patient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Assembled
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(
-        "localspec.engine.build._device_step", lambda runner, drafters, options: CpuGraphStep(runner, drafters)
+        "localspec.engine.build._device_step", lambda runner, drafters, *_: CpuGraphStep(runner, drafters)
     )
     monkeypatch.setattr("localspec.engine.build.ResultRing", lambda lag: ResultRing(1))
     with engine(folder, PatientOps()) as parts:
