@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 from tokenizers import Tokenizer
 
-from localspec.hub.away import folders_away, mount_points_above
+from localspec.hub.away import folders_away, is_below, mount_points_above
 from localspec.hub.corpus import (
     MAX_TEXT_BYTES,
     CorpusFile,
@@ -233,7 +233,7 @@ class TableSync:
 
         def is_left(path: Path) -> bool:
             roots = _roots([path])
-            return not path.expanduser().exists() and any(_is_below(source, roots) for source in sources)
+            return not path.expanduser().exists() and any(is_below(source, roots) for source in sources)
 
         return [path for path in paths if not is_left(path)]
 
@@ -243,19 +243,19 @@ class TableSync:
         """Names of what came from the paths and is gone; what may be away is not among them."""
         here = {file.name for file in files}
         roots = _roots(paths)
-        gone = [source for source in known.by_source if source not in here and _is_below(source, roots)]
+        gone = [source for source in known.by_source if source not in here and is_below(source, roots)]
         mounted = manifest.mount_points if manifest is not None else ()
-        away = frozenset() if self.prune or not gone else frozenset(folders_away(gone, sorted(here), roots, mounted))
+        away = frozenset[Path]() if self.prune or not gone else folders_away(gone, here, roots, mounted)
         self.away = away
-        return [name for source in gone if not _is_below(source, away) for name in known.by_source[source]]
+        return [name for source in gone if not is_below(source, away) for name in known.by_source[source]]
 
     def _note_mount_points(self, files: Sequence[CorpusFile], paths: Sequence[Path], manifest: Manifest) -> None:
         """Keep in the table which folders were disks of their own, for the day when one is away."""
         roots = _roots(paths)
         found = mount_points_above((file.path for file in files), roots)
         # A folder that was pruned is an ordinary one from then on.
-        pruned = roots if self.prune else []
-        kept = (point for point in manifest.mount_points if not _is_below(point, pruned))
+        pruned = roots if self.prune else frozenset[Path]()
+        kept = (point for point in manifest.mount_points if not is_below(point, pruned))
         points = tuple(sorted(found.union(kept)))
         if points != manifest.mount_points:
             TableDirectory(self._directory).update(lambda newest: replace(newest, mount_points=points))
@@ -337,13 +337,9 @@ class TableSync:
         return SyncProgress(self._done_bytes, self._total_bytes, self._tokens, elapsed_s, merged_share)
 
 
-def _roots(paths: Sequence[Path]) -> list[Path]:
+def _roots(paths: Sequence[Path]) -> frozenset[Path]:
     """The paths as the names of sources begin with them."""
-    return [Path(stored_name(absolute_path(path))) for path in paths]
-
-
-def _is_below(path: str, folders: Iterable[Path]) -> bool:
-    return any(Path(path).is_relative_to(folder) for folder in folders)
+    return frozenset(Path(stored_name(absolute_path(path))) for path in paths)
 
 
 def _stamp(file: CorpusFile) -> str:

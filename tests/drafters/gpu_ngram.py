@@ -30,8 +30,10 @@ def test_one_launch_says_what_pytorch_says() -> None:
         case, own = make_case(seed, device), make_case(seed, torch.device("cpu"))
         found = TritonOps(device).table_drafts(case.probe, case.history, case.lengths, case.depths, 14)
         wanted = ngram_probe.table_drafts(own.probe, own.history, own.lengths, own.depths, 14)
-        for name in ("token_ids", "tables", "confidence", "num_drafts"):
+        for name in ("token_ids", "tables", "num_drafts"):
             assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), (seed, name)
+        # A card divides in its own way.
+        torch.testing.assert_close(found.confidence.cpu(), wanted.confidence, rtol=1e-6, atol=0)
 
 
 def test_a_captured_proposal_reads_what_was_fed_meanwhile(tmp_path: Path) -> None:

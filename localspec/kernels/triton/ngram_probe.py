@@ -36,6 +36,45 @@ def tag_of(hashed, length, TOKENS: tl.constexpr):
     return tl.where(length >= TOKENS, tag, -1)
 
 
+@triton.jit
+def best_of(
+    prefix, last, is_long, first_tag, second_tag, words_ptr, allowed_ptr, speaks_ptr, bucket, num_tables, min_share,
+    unsure_share,
+):  # fmt: skip
+    """Of a bucket's 8 records: score, -1 where none fits; drafts that it allows; its place; its second word."""
+    each = tl.arange(0, 8)
+    records = bucket * 8 + each
+    numbers = tl.load(words_ptr + records * 8 + 1)
+    tags = tl.load(words_ptr + records * 8 + 2)
+    key = ((prefix >> 32) & 0xFFFFFFFF) | (prefix << 32)
+    here = (tl.load(words_ptr + records * 8) == key) & ((numbers & 0xFFFFFF) == last) & is_long
+    level = tl.where((tags & 0xFFFF) == first_tag, 1, 0).to(tl.int64)
+    level = tl.where(((tags >> 16) & 0xFFFF) == second_tag, 2, level)
+    table = tl.minimum((numbers >> 32) & 0xFFFFFF, num_tables - 1)
+    share = (numbers >> 56) & 0xFF
+    here &= (tl.load(speaks_ptr + table * 3 + level) != 0) & (share >= min_share)
+    score = tl.where(here, (level << 32) | (share << 16) | ((tags >> 32) & 0xFFFF), -1)
+    top = tl.max(score, axis=0)
+    # Of equals the first.
+    chosen = each == tl.min(tl.where(score == top, each, 8), axis=0)
+    share = tl.sum(tl.where(chosen, share, 0), axis=0)
+    allowed = tl.load(allowed_ptr + tl.sum(tl.where(chosen, level, 0), axis=0))
+    allowed = tl.where(share >= unsure_share, allowed, (allowed + 1) // 2)
+    return top, allowed, tl.sum(tl.where(chosen, records, 0), axis=0), tl.sum(tl.where(chosen, numbers, 0), axis=0)
+
+
+@triton.jit
+def unpacked(at, allowed, numbers, vocabulary, max_tokens, WIDTH: tl.constexpr):
+    """[WIDTH] tokens of a record, and how many are drafts; what is no token of the model ends them."""
+    column = tl.arange(0, WIDTH)
+    known = column < max_tokens
+    token = tl.load(at + 3 * column, mask=known, other=0).to(tl.int64)
+    token |= tl.load(at + 3 * column + 1, mask=known, other=0).to(tl.int64) << 8
+    token |= tl.load(at + 3 * column + 2, mask=known, other=0).to(tl.int64) << 16
+    count = tl.minimum(tl.minimum(allowed, max_tokens), (numbers >> 24) & 0xFF)
+    return token, tl.minimum(count, tl.min(tl.where(token < vocabulary, WIDTH, column), axis=0))
+
+
 @triton.jit(do_not_specialize=["history_stride", "vocabulary", "mix_first", "mix_second", "last_factor"])
 def table_drafts_kernel(
     history_ptr, lengths_ptr, depths_ptr, words_ptr, bytes_ptr, weights_ptr, draft_lengths_ptr, speaks_ptr, orders_ptr,
@@ -54,49 +93,27 @@ def table_drafts_kernel(
     first = hash_of(tokens, weights_ptr, 0, mix_first, mix_second, 2 + ORDERS, TAIL)
     second = hash_of(tokens, weights_ptr, 1, mix_first, mix_second, 2 + ORDERS, TAIL)
     first_tag, second_tag = tag_of(first, length, FIRST_TAG), tag_of(second, length, SECOND_TAG)
-    best_score = length * 0 - 1
-    best_record, best_second, best_allowed = length * 0, length * 0, length * 0
-    each = tl.arange(0, 8)
+    best, record, numbers, allowed = length * 0 - 1, length * 0, length * 0, length * 0
     for index in tl.static_range(ORDERS):
         prefix = hash_of(tokens, weights_ptr, 2 + index, mix_first, mix_second, 2 + ORDERS, TAIL)
         bucket = mixed(prefix + last * last_factor, mix_first, mix_second) & bucket_mask
-        records = bucket * 8 + each
-        numbers = tl.load(words_ptr + records * 8 + 1)
-        tags = tl.load(words_ptr + records * 8 + 2)
-        key = ((prefix >> 32) & 0xFFFFFFFF) | (prefix << 32)
-        here = (tl.load(words_ptr + records * 8) == key) & ((numbers & 0xFFFFFF) == last)
-        here &= length >= tl.load(orders_ptr + index)
-        level = tl.where((tags & 0xFFFF) == first_tag, 1, 0).to(tl.int64)
-        level = tl.where(((tags >> 16) & 0xFFFF) == second_tag, 2, level)
-        table = tl.minimum((numbers >> 32) & 0xFFFFFF, num_tables - 1)
-        share = (numbers >> 56) & 0xFF
-        here &= (tl.load(speaks_ptr + table * 3 + level) != 0) & (share >= min_share)
-        score = tl.where(here, (level << 32) | (share << 16) | ((tags >> 32) & 0xFFFF), -1)
-        top = tl.max(score, axis=0)
-        # Of equals the first.
-        chosen = each == tl.min(tl.where(score == top, each, 8), axis=0)
-        share = tl.sum(tl.where(chosen, share, 0), axis=0)
-        level = tl.sum(tl.where(chosen, level, 0), axis=0)
-        allowed = tl.load(draft_lengths_ptr + index * 3 + level)
-        allowed = tl.where(share >= unsure_share, allowed, (allowed + 1) // 2)
-        better = top > best_score
-        best_allowed = tl.where(better, allowed, best_allowed)
-        best_record = tl.where(better, tl.sum(tl.where(chosen, records, 0), axis=0), best_record)
-        best_second = tl.where(better, tl.sum(tl.where(chosen, numbers, 0), axis=0), best_second)
-        best_score = tl.where(better, top, best_score)
-    column = tl.arange(0, WIDTH)
-    at = bytes_ptr + best_record * RECORD + FIRST_BYTE + 3 * column
-    known = column < max_tokens
-    token = tl.load(at, mask=known, other=0).to(tl.int64)
-    token |= tl.load(at + 1, mask=known, other=0).to(tl.int64) << 8
-    token |= tl.load(at + 2, mask=known, other=0).to(tl.int64) << 16
-    count = tl.minimum(tl.minimum(best_allowed, depth), tl.minimum((best_second >> 24) & 0xFF, max_tokens))
-    # What is no token of the model ends the draft.
-    count = tl.minimum(count, tl.min(tl.where(token < vocabulary, WIDTH, column), axis=0))
+        is_long = length >= tl.load(orders_ptr + index)
+        top, its_allowed, its_record, its_numbers = best_of(
+            prefix, last, is_long, first_tag, second_tag, words_ptr, draft_lengths_ptr + index * 3, speaks_ptr, bucket,
+            num_tables, min_share, unsure_share,
+        )  # fmt: skip
+        better = top > best
+        allowed = tl.where(better, its_allowed, allowed)
+        record = tl.where(better, its_record, record)
+        numbers = tl.where(better, its_numbers, numbers)
+        best = tl.where(better, top, best)
+    at = bytes_ptr + record * RECORD + FIRST_BYTE
+    token, count = unpacked(at, tl.minimum(allowed, depth), numbers, vocabulary, max_tokens, WIDTH)
     count = tl.maximum(tl.minimum(count, width), 0)
+    column = tl.arange(0, WIDTH)
     usable, inside = column < count, column < width
-    table = tl.minimum((best_second >> 32) & 0xFFFFFF, num_tables - 1)
-    share = ((best_second >> 56) & 0xFF).to(tl.float32) / 255.0
+    table = tl.minimum((numbers >> 32) & 0xFFFFFF, num_tables - 1)
+    share = ((numbers >> 56) & 0xFF).to(tl.float32) / 255.0
     out = slot * width + column
     tl.store(tokens_ptr + out, tl.where(usable, token, -1), mask=inside)
     tl.store(tables_ptr + out, tl.where(usable, table, 0), mask=inside)
