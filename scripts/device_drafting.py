@@ -157,7 +157,7 @@ class _Run:
         drafters["ngram"] = drafter_module("ngram").build(_setup(long, self._ops, self._model))
         prompts = (plan.long_prompt_tokens, plan.long_prompt_tokens + 77)
         with running(self._model, self._ops, drafters, long, ()) as parts:
-            methods = [("mtp", 1), ("mtp", 3), ("mtp", 7), ("ngram", 15), ("ngram+mtp", 7)]
+            methods = [("mtp", 1), ("mtp", 7), ("ngram+mtp", 7)]
             self.document["identity_long"] = identity(parts, methods, plan.identity_tokens, prompts)
         self._say("identity, long", self.document["identity_long"])
 

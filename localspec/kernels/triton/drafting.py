@@ -123,12 +123,12 @@ def best_tokens_kernel(
         x = tl.where(tl.load(ids_ptr + place, mask=inside, other=-1) < 0, -float("inf"), x)
     if DIVIDED:
         x = x / tl.load(divisor_ptr + row)
-    best = tl.max(x, axis=0)
+    best, at = tl.max(x, axis=0, return_indices=True)
     shift = tl.where(best == -float("inf"), 0.0, best)
     values = partial_ptr + row * (2 * PARTS)
     tl.store(values + part, best)
     tl.store(values + PARTS + part, tl.sum(tl.exp(x - shift), axis=0))
-    tl.store(partial_place_ptr + row * PARTS + part, tl.min(tl.where(x == best, place, size), axis=0))
+    tl.store(partial_place_ptr + row * PARTS + part, part * CHUNK + at)
     tl.debug_barrier()
     arrived = tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == parts - 1:

@@ -114,7 +114,8 @@ def take_rows_kernel(
         tl.store(end_ptr + row, position + 1)
         tl.store(tokens_ptr + row, token)
     tl.debug_barrier()
-    arrived = tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu")
+    # Programs only have to have read what the last one changes, and what they stored depends on that: no fence.
+    arrived = tl.atomic_add(tickets_ptr, 1, sem="relaxed", scope="gpu")
     if arrived == ROWS * tl.num_programs(1) - 1:
         tl.store(tickets_ptr, 0)
         tl.store(valid_ptr + slot, valid, mask=is_slot)
@@ -139,8 +140,9 @@ def keep_newest_kernel(
         gdc_launch_dependents()
     if row < ROWS:
         own, at = tl.load(slots_ptr + row), tl.load(positions_ptr + row)
+        # Asked for before it is known whether it is wanted: one round trip to memory less.
+        value = tl.load(hidden_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if (own >= 0) & (at == tl.load(lengths_ptr + tl.maximum(own, 0)) - 2):
-            value = tl.load(hidden_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
             if NORM > 0:
                 value = normed(value, factors, width, eps)
             tl.store(kept_ptr + own * width + column, value.to(kept_ptr.dtype.element_ty), mask=inside)
