@@ -132,14 +132,19 @@ async def measure(chosen: argparse.Namespace) -> None:
                 cold=True, in_turns=True, rehearsals=int(chosen.device != "cpu"),
             )  # fmt: skip
             begun = time.monotonic()
+
+            def take(cell: Cell, label: str = label) -> None:
+                print(cell, flush=True)
+                if not label or cell.drafter != "off":
+                    cells.append(_renamed(cell, label))
+                    # What is measured so far stands, whatever ends the run.
+                    write(chosen, cells)
+
             try:
-                found = await run_bench(engine, plan, lambda cell: print(cell, flush=True))
+                await run_bench(engine, plan, take)
             finally:
                 await engine.aclose()
             print(f"{label or 'trained'}: {time.monotonic() - begun:.0f} s", flush=True)
-            cells += [_renamed(cell, label) for cell in found if not label or cell.drafter != "off"]
-            # What is measured so far stands, whatever ends the next engine.
-            write(chosen, cells)
 
 
 def _renamed(cell: Cell, label: str) -> Cell:
@@ -147,8 +152,13 @@ def _renamed(cell: Cell, label: str) -> Cell:
 
 
 def write(chosen: argparse.Namespace, cells: list[Cell]) -> None:
-    kinds = {kind: index for index, kind in enumerate(KINDS)}
-    cells = sorted(cells, key=lambda cell: kinds[cell.workload])
+    kinds, methods = list(KINDS), ["off", "ngram", *TRAINED, "auto"]
+
+    def place(cell: Cell) -> tuple[int, int, int]:
+        known = methods.index(cell.drafter) if cell.drafter in methods else len(methods)
+        return kinds.index(cell.workload), known, cell.depth
+
+    cells = sorted(cells, key=place)
     document = {
         "model": MODEL_ID,
         "device": chosen.device,
