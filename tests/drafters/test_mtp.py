@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from localspec.api.types import Sampling
 from localspec.core.records import MAX_SLOTS, HiddenNeeds
-from localspec.drafters import mtp
+from localspec.drafters import mtp, pass_rows
 from localspec.drafters._tiny import RandomCheckpoint
 from localspec.drafters._waiting import KEPT_ROWS
+from localspec.kernels.backends.reference import ReferenceOps
 from localspec.models import Model, architecture
 from tests.drafters.float64 import Weights, attend, gated_mlp, project, rms, rope
 from tests.drafters.session import Session, fixed_draft, random_target, setup_for
@@ -200,6 +202,26 @@ def test_after_a_pause_it_catches_up(model: Model, pause: int) -> None:
     tokens, scores = expected_chain(model, checkpoint.tensors, shape, text, 5, first)
     assert draft.token_ids[0].tolist() == tokens and draft.confidence is not None
     torch.testing.assert_close(draft.confidence[0], torch.tensor(scores), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("windows", [[4], [2, 2], [8], [3, 9]])
+def test_a_host_that_does_not_wait_catches_up_by_passes_of_its_windows(model: Model, windows: list[int]) -> None:
+    shape = mtp.tiny_shape(model.hidden_size)
+    checkpoint = RandomCheckpoint(mtp.tiny_shapes(shape), seed=3)
+    ops = ReferenceOps(torch.device("cpu"))
+    ops.waits = False
+    session = Session(model, mtp.make(shape, replace(setup_for(model), ops=ops), checkpoint))
+    session.start(2, list(range(3, 40)))
+    for _ in range(11):
+        session.verify(fixed_draft([[]], 0))
+    depths = replace(session.depths([0, 0, 5]), pass_rows=pass_rows(windows))
+    for _ in range(-(-11 // sum(windows)) - 1 if sum(windows) < 12 else 0):
+        assert session.drafter.propose(depths, session.state, session.cache).num_drafts.tolist() == [0] * MAX_SLOTS
+    draft = session.drafter.propose(depths, session.state, session.cache)
+    text = session.state.history[2, : int(session.state.lengths[2])].tolist()
+    tokens, _ = expected_chain(model, checkpoint.tensors, shape, text, 5)
+    assert draft.token_ids.tolist() == [[-1] * 5, [-1] * 5, tokens, [-1] * 5]
+    assert draft.num_drafts.tolist() == [0, 0, 5, 0] and pass_rows([16, 16]) == 16
 
 
 def test_a_text_only_export_has_the_same_block() -> None:
