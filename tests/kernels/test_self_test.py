@@ -38,6 +38,8 @@ def test_a_right_back_end_passes() -> None:
 WRONG: dict[str, tuple[Any, set[str]]] = {
     "linear": (lambda out: out * 1.02, {"nvfp4 linear", "fp8 linear", "bf16 linear"}),
     "rms_norm": (lambda out: out + 0.05, {"norms and embedding", "drafting"}),
+    "joined_norms": (lambda out: out.index_fill(0, torch.tensor([1]), float("nan")), {"drafting"}),
+    "embed": (lambda out: out * float("nan"), {"norms and embedding", "drafting"}),
     "best_tokens": (lambda out: (out[0].flip(0), out[1]), {"drafting"}),
     "keep_newest": (lambda out: replace(out, slots=out.slots + 1), {"drafting"}),
     "take_rows": (lambda out: replace(out, key_begin=out.key_begin * 0), {"drafting"}),
