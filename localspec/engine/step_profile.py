@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by kernel group: device times of each kernel on a card, times of calls elsewhere.
+"""Where the time of a step goes, by kernel group: what each kernel adds to a step on a card, times of calls elsewhere.
 
 Knows kernels by name and operations by what they do; knows no model. A kernel that no group names counts as "rest".
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,6 +36,15 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 REST = "rest"
 GAPS = "gaps"
+
+
+@dataclass(frozen=True)
+class KernelSpan:
+    """When one kernel began and ended, in microseconds of the profiler's clock."""
+
+    name: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -93,24 +102,43 @@ def group_table(groups: list[GroupTime]) -> str:
     return "\n".join(lines)
 
 
+def added_times(spans: Iterable[KernelSpan], steps: int) -> dict[str, float]:
+    """By kernel name, how far each kernel moves the end of all that began before it; same unit as the spans.
+
+    Kernels overlap where one may start while the one before ends, so their durations would count waiting twice; these
+    times and `GAPS` add up to the whole. The longest gaps, one between two steps each, are the profiler's and left out.
+    """
+    totals: dict[str, float] = {}
+    gaps: list[float] = []
+    last_end: float | None = None
+    for span in sorted(spans, key=lambda each: (each.start, each.end)):
+        begin = span.start if last_end is None else max(span.start, last_end)
+        if last_end is not None and span.start > last_end:
+            gaps.append(span.start - last_end)
+        totals[span.name] = totals.get(span.name, 0.0) + max(0.0, span.end - begin)
+        last_end = span.end if last_end is None else max(last_end, span.end)
+    totals[GAPS] = sum(sorted(gaps)[: max(0, len(gaps) - (steps - 1))])
+    return totals
+
+
 def _profile_kernels(step: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        start.record()
         for _ in range(repeats):
             step()
-        end.record()
         torch.cuda.synchronize(device)
+    spans = [
+        KernelSpan(str(event.name), event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    ]
     totals: dict[str, float] = {}
-    for event in profiler.key_averages():
-        ms = float(getattr(event, "self_device_time_total", 0.0)) / 1e3
-        group = group_of(str(event.key))
-        totals[group] = totals.get(group, 0.0) + ms
-    totals[GAPS] = max(0.0, start.elapsed_time(end) - sum(totals.values()))
-    return {group: ms / repeats for group, ms in totals.items() if ms}
+    for name, added_us in added_times(spans, repeats).items():
+        group = GAPS if name == GAPS else group_of(name)
+        totals[group] = totals.get(group, 0.0) + added_us / 1e3 / repeats
+    return {group: ms for group, ms in totals.items() if ms}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from localspec.api.types import EngineError
 from localspec.engine import synthetic_decode
-from localspec.engine.step_profile import GAPS, REST, group_of, group_table, verdict
+from localspec.engine.step_profile import GAPS, REST, KernelSpan, added_times, group_of, group_table, verdict
 from localspec.engine.synthetic_bench import SyntheticBench, SyntheticPlan, plan_for, prefill_flop_per_token
 from localspec.hub.catalogue import load_catalogue
 from localspec.models import architecture
@@ -123,6 +123,15 @@ def test_the_verdict_names_what_is_beyond_the_floor() -> None:
         "a step takes 6.51 ms, its floor is 3.60 ms; beyond it: weights 1.50 ms, gdn 0.90 ms, gaps 0.50 ms"
     )
     assert len(group_table(groups).splitlines()) == 5
+
+
+def test_kernels_that_overlap_count_what_they_add() -> None:
+    """Two steps: b waits inside a, c lies wholly in b, d comes after a gap; between the steps the profiler pauses."""
+    step = [("a", 0.0, 10.0), ("b", 2.0, 16.0), ("c", 5.0, 15.0), ("d", 17.0, 20.0)]
+    spans = [KernelSpan(name, start + at, end + at) for at in (0.0, 500.0) for name, start, end in step]
+    assert added_times(reversed(spans), 2) == {"a": 20.0, "b": 12.0, "c": 0.0, "d": 6.0, GAPS: 2.0}
+    assert added_times(spans[:4], 1) == {"a": 10.0, "b": 6.0, "c": 0.0, "d": 3.0, GAPS: 1.0}
+    assert added_times([], 3) == {GAPS: 0.0}
 
 
 def test_every_catalogue_model_has_a_size() -> None:
