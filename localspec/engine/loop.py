@@ -10,11 +10,9 @@ import logging
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -27,6 +25,7 @@ from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.prompt_reader import PromptReader
 from localspec.engine.ring import ResultRing
+from localspec.engine.saved_states import SavedStates
 from localspec.engine.step import run_verify
 from localspec.engine.step_needs import step_needs
 from localspec.engine.tiers import NoTiers
@@ -87,8 +86,6 @@ class Ticket:
     clock: RequestClock = field(default_factory=RequestClock)
     sequence: Sequence | None = None
     cancelled: bool = False
-    states: list[tuple[int, Callable[[], StateSnapshot | None]]] = field(default_factory=list)
-    """Taken of this request so far, by number of tokens; None once the prefix tree, which holds them, had no room."""
 
     @property
     def failure(self) -> EngineError | None:
@@ -119,6 +116,7 @@ class DecodeLoop:
         self._tuner = tuner
         self._accounting = StepAccounting(tuner, metrics, ring.lag, stages.drafters.schedule)
         self._metrics = metrics
+        self._states = SavedStates(stages.runner, scheduler)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._stopping = False
@@ -308,13 +306,11 @@ class DecodeLoop:
         prefilling = sequence.stage is Stage.PREFILL
         if not sequence.outgrown:
             self.stages.drafters.leave(sequence.slot, sequence.length_bound_tokens, runner.state)
-        snapshot = self._save_states(sequence.slot) if scheduler.needs_state and not prefilling else None
+        snapshot = self._states.save(sequence) if scheduler.needs_state and not prefilling else None
         slot = sequence.slot
         ids = sequence.known_ids[: sequence.prefilled_tokens] if prefilling else sequence.known_ids[:-1]
         scheduler.retire(sequence, keep=True)
-        states = [
-            (tokens, state) for tokens, kept in self._tickets[sequence.id].states if (state := kept()) is not None
-        ]
+        states = self._states.pop(sequence)
         if snapshot is not None:
             scheduler.prefix.add_snapshot(ids, snapshot, sequence.request.cache_salt)
             states.append((len(ids), snapshot))
@@ -328,19 +324,12 @@ class DecodeLoop:
         ids = request.prompt_ids[:num_tokens]
         scheduler.remember(sequence, ids)
         if scheduler.needs_state:
-            snapshot = self._save_states(sequence.slot)
-            if snapshot is not None:
-                scheduler.prefix.add_snapshot(ids, snapshot, request.cache_salt)
-                # What the tree cannot hold is kept with the sequence, of which there is one at a time.
-                kept = partial(_itself, snapshot) if sequence.outgrown else weakref.ref(snapshot)
-                self._tickets[sequence.id].states.append((len(ids), kept))
-
-    def _save_states(self, slot: int) -> StateSnapshot | None:
-        return self.stages.runner.save_states(slot, self._scheduler.prefix.give_up_snapshot)
+            self._states.remember(sequence, ids)
 
     def _end(self, sequence: Sequence, finish: str, error: EngineError | None = None) -> None:
         ticket = self._tickets.pop(sequence.id, None)
         self._accounting.forget(sequence)
+        self._states.pop(sequence)
         if ticket is not None:
             timings = ticket.clock.timings(sequence.cached_tokens, sequence.miss_reason)
             ticket.sink(EndNews(finish, timings, error))
@@ -391,7 +380,3 @@ class DecodeLoop:
         if error is not None:
             self._scheduler.clear()
             self.tiers.reset()
-
-
-def _itself(snapshot: StateSnapshot) -> StateSnapshot | None:
-    return snapshot

@@ -302,6 +302,13 @@ class Scheduler:
         self.prefix.clear()
         self._drop_parked()
 
+    def give_up_parked(self) -> bool:
+        """Let go of the last sequence that was larger than the device, if it holds states; False if none does."""
+        if self._parked is None or not self._parked.states:
+            return False
+        self._drop_parked()
+        return True
+
     def _drop_parked(self) -> None:
         if self._parked is not None:
             self.pool.release(self._parked.pages)
