@@ -103,7 +103,9 @@ def _proposal(ops: Ops, device: torch.device, case: _Case) -> dict[str, Tensor]:
     ops.store_rows(kept, SeenRows(slots, positions, starts, counts, there(case.rows)), lengths)
     texts = SlotTexts(there(case.history), lengths, there(case.depths))
     taken = ops.take_rows(kept, texts, ROWS)
-    found = {f"taken {name}": value for name, value in _tensors(taken)} | dict(_tensors(kept))
+    found = {f"taken {name}": value for name, value in _tensors(taken)}
+    # The place beyond the slots takes rows that are nobody's, or nothing.
+    found |= {"sources": kept.sources[:SLOTS], "done": kept.done[:SLOTS], "valid from": kept.valid_from}
     table = there(case.table)
     found["joined"] = ops.joined_norms(taken.token_ids, table, taken.sources, (norms[0], norms[1]), norms[2])
     again = KeptRows(kept.sources, there(case.done), valid_from.clone(), JoinedNorms(table, norms[0], norms[1]))

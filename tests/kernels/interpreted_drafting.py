@@ -15,6 +15,7 @@ from localspec.kernels import reference_drafting  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
 from localspec.kernels.draft_rows import DraftColumns, DraftNote, JoinedNorms, KeptRows, NewestRows, SeenRows, SlotTexts  # isort: skip
 from localspec.kernels.ops import Norm  # isort: skip
+from localspec.kernels.self_test_drafting import drafting_error  # isort: skip
 from localspec.kernels.triton import drafting, waiting_rows  # isort: skip
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
@@ -141,6 +142,30 @@ def test_drafts_are_noted_column_by_column(width: int, num_columns: int, first: 
     assert found.num_drafts.tolist() == [0] * first + [min(2, num_columns), 0, 0, num_columns] + after
     last = found.token_ids[first + 3]
     assert last[num_columns:].tolist() == [-1] * (width - num_columns) and last[0] >= 0
+
+
+class Kernels(ReferenceOps):
+    """The reference with the kernels in its place where a proposal calls them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._tickets = torch.zeros(SLOTS, dtype=torch.int32)
+
+    store_rows = staticmethod(waiting_rows.store_rows)
+    keep_newest = staticmethod(waiting_rows.keep_newest)
+    joined_norms = staticmethod(drafting.joined_norms)
+
+    def take_rows(self, *arguments: Any) -> Any:
+        return waiting_rows.take_rows(*arguments, self._tickets)
+
+    def best_tokens(self, logits: Tensor, divisor: Tensor | None, ids: Tensor | None, note: Any = None) -> Any:
+        return drafting.best_tokens(logits, divisor, ids, self._tickets, note)
+
+
+def test_the_self_test_finds_the_kernels_right() -> None:
+    """As it runs on a card: kernels against the reference, and not the reference against itself."""
+    error = drafting_error(Kernels(), torch.device("cpu"), REFERENCE, torch.Generator().manual_seed(11))
+    assert error < 1e-5
 
 
 def test_joined_norms() -> None:
