@@ -38,7 +38,6 @@ class Case:
     targets: tuple[int, ...] = TARGETS
     exact: bool = False
     """Compiled without contraction, as it is launched."""
-    max_registers: int | None = None
 
 
 _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
@@ -239,7 +238,7 @@ CASES = (
         {"ids_ptr": INT64, "table_ptr": BF16, "out_ptr": BF16},
         {"BLOCK_WIDTH": 1024},
     ),
-    Case("drafting", "joined_norms_kernel", _JOINED, _JOINED_FORM, 16, by_target=_DEPENDENT, max_registers=64),
+    Case("drafting", "joined_norms_kernel", _JOINED, _JOINED_FORM, 16, by_target=_DEPENDENT),
     Case("drafting", "best_tokens_kernel", _BEST, {**_BEST_FORM, "PDL": False}, 8, by_target=_DEPENDENT),
     Case("waiting_rows", "store_rows_kernel", _STORED, {"SLOTS": 4, "BLOCK": 1024}),
     Case(
@@ -249,17 +248,8 @@ CASES = (
         {"ROWS": 16, "SLOTS": 4, "FIRST": 2, "SECOND": 2, "BLOCK_WIDTH": 8192, "PDL": False},
         16,
         by_target=_DEPENDENT,
-        max_registers=64,
     ),
-    Case(
-        "waiting_rows",
-        "keep_newest_kernel",
-        _DRAFTED | _KEPT,
-        _NEWEST_FORM,
-        16,
-        by_target=_DEPENDENT,
-        max_registers=64,
-    ),
+    Case("waiting_rows", "keep_newest_kernel", _DRAFTED | _KEPT, _NEWEST_FORM, 16, by_target=_DEPENDENT),
     Case("ngram_probe", "table_drafts_kernel", _PROBED, _PROBE_FORM, 1, targets=(80, 90)),
     Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
     Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
@@ -294,8 +284,7 @@ def compiled(case: Case, target: int) -> Any:
             FP32 if name.endswith("_ptr") else "fp32" if name.endswith(("eps", "scale_log2", "out_scale")) else "i32"
         )
         signature[name] = case.types.get(name, default)
-    options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    options |= {"enable_fp_fusion": not case.exact, "maxnreg": case.max_registers}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": not case.exact}
     return compile_for(kernel, target, signature, constants, options)
 
 

@@ -17,8 +17,6 @@ from localspec.kernels.draft_rows import DraftNote
 from localspec.kernels.ops import Norm
 from localspec.kernels.triton.cards import dependent_launch
 
-ROW_REGISTERS = 64
-"""Of a thread: 16 warps then fit beside two blocks of a weight stream, which fill their rings while a row is normed."""
 CHUNK = 4096
 """Logits of one program; the last program of a row puts the row together."""
 
@@ -49,32 +47,30 @@ def joined_norms_kernel(
     FIRST, SECOND, BEFORE: see `norm_factors`; 0: none. table_ptr may point to pinned host memory, which the card
     reads over the bus.
     """
-    if PDL:
-        gdc_launch_dependents()
     row, side = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK_WIDTH)
     inside = columns < width
-    out_ptr += (row * 2 + side) * width
+    out = out_ptr + row * (2 * width) + side * width + columns
     if side == 0:
         factors = norm_factors(first_weight_ptr, columns, inside, FIRST)
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), vocabulary - 1).to(tl.int64)
         x = tl.load(table_ptr + token * width + columns, mask=inside, other=0.0)
         x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(out_ptr + columns, normed(x, factors, width, first_eps).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out, normed(x, factors, width, first_eps).to(out_ptr.dtype.element_ty), mask=inside)
     else:
+        factors = norm_factors(second_weight_ptr, columns, inside, SECOND)
         if BEFORE > 0:
-            factors = norm_factors(before_weight_ptr, columns, inside, BEFORE)
-        else:
-            factors = norm_factors(second_weight_ptr, columns, inside, SECOND)
+            before = norm_factors(before_weight_ptr, columns, inside, BEFORE)
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         x = tl.load(hidden_ptr + row * hidden_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if BEFORE > 0:
-            x = normed(x, factors, width, before_eps).to(out_ptr.dtype.element_ty).to(tl.float32)
-            factors = norm_factors(second_weight_ptr, columns, inside, SECOND)
-        tl.store(out_ptr + columns, normed(x, factors, width, second_eps).to(out_ptr.dtype.element_ty), mask=inside)
+            x = normed(x, before, width, before_eps).to(out_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(out, normed(x, factors, width, second_eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -117,8 +113,8 @@ def best_tokens_kernel(
     """Grid: (R, parts). partial_ptr: [R, 2, PARTS] float32, partial_place_ptr: [R, PARTS] int32, both scratch;
     tickets_ptr: [R] int32, zero before and after. PARTS: a power of two >= parts. NOTED: see `note_draft`."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     place = part * CHUNK + tl.arange(0, CHUNK)
     inside = place < size
@@ -173,7 +169,6 @@ def row_launch(width: int, device: torch.device) -> dict[str, int | bool]:
     return {
         "BLOCK_WIDTH": block,
         "num_warps": max(1, min(16, block // 512)),
-        "maxnreg": ROW_REGISTERS,
         "PDL": dependent,
         "launch_pdl": dependent,
     }

@@ -57,8 +57,6 @@ def take_rows_kernel(
     behind the row and the normed row, and sources_ptr is [R, 2 * width]. ROWS, SLOTS: powers of two, of which the rows
     are all used. tickets_ptr: [1] int32, zero before and after.
     """
-    if PDL:
-        gdc_launch_dependents()
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK_WIDTH)
     if FIRST > 0:
@@ -72,6 +70,7 @@ def take_rows_kernel(
         inside_row = column < width
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     slot = tl.arange(0, SLOTS)
     is_slot = slot < num_slots
     done = tl.load(done_ptr + slot, mask=is_slot, other=-1)
@@ -131,8 +130,6 @@ def keep_newest_kernel(
 ):  # fmt: skip
     """Grid: (R + 1,). A program of a row keeps its hidden, normed, if it is the newest of its slot; the last one keeps
     positions and lays the rounds out. ROUNDS: a power of two >= num_rounds; NORM: see `norm_factors`, 0: none."""
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
@@ -140,6 +137,7 @@ def keep_newest_kernel(
         factors = norm_factors(weight_ptr, column, inside, NORM)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if row < ROWS:
         own, at = tl.load(slots_ptr + row), tl.load(positions_ptr + row)
         # Asked for before it is known whether it is wanted: one round trip to memory less.
