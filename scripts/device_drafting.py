@@ -11,6 +11,7 @@ import argparse
 import gc
 import itertools
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ class _Run:
                 self._figure("draft_over_floor", max(each["draft_over_floor"] for each in by_depth.values()))
                 self._say(f"mtp {depth}", found)
                 if depth == plan.depths[0] and self._ops.device.type == "cuda":
-                    self.document["kernels"] = proposal_kernels(parts, depth)
+                    self.document["kernels"] = proposal_kernels(parts, plan, depth)
                     self._say("kernels", self.document["kernels"])
             self.document["plain"] = timed(parts, plan, "off", None)
             self._say("plain", self.document["plain"])
@@ -209,32 +210,48 @@ def timed_together(parts: Assembled, plan: Plan, drafter: str, depth: int | None
     return {name: round(value, 4) for name, value in best.items()}
 
 
-def proposal_kernels(parts: Assembled, depth: int, repeats: int = 20) -> list[dict[str, Any]]:
-    """Device kernels of the captured proposal of a depth, the dearest first: name, launches, and milliseconds in all.
-
-    Replayed where no slot is drafted for: the same kernels, but attention finds no keys.
-    """
+def proposal_kernels(parts: Assembled, plan: Plan, depth: int, max_tokens: int = 80) -> list[dict[str, Any]]:
+    """Device kernels of a proposal in their order, from an answer that runs under the profiler: see `timeline`."""
     from torch.profiler import ProfilerActivity, profile
 
-    device: Any = parts.loop.stages.device
-    captured = next(found for key, found in device._proposals.items() if [slot[2] for slot in key[0]] == [depth])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        decode(parts, plan.prompt_tokens, max_tokens, "mtp", depth)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return timeline(json.loads(path.read_text())["traceEvents"])
 
-        def replay() -> None:
-            for _ in range(repeats):
-                captured.graph.replay()
-            torch.cuda.synchronize()
 
-        parts.loop.call(replay).result()
-    rows = [
+def timeline(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Medians over all proposals of the usual length: where each kernel starts and how long it runs, microseconds.
+
+    A proposal runs from taking the rows that waited to the verify step's own rows. Under dependent launch a kernel's
+    time holds its wait for the one before, so that starts and ends say more than durations.
+    """
+    kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: float(each["ts"]))
+    proposals: list[list[Mapping[str, Any]]] = []
+    running: list[Mapping[str, Any]] | None = None
+    for kernel in kernels:
+        if "take_rows" in kernel["name"]:
+            running = []
+        elif running is not None and "window_rows" in kernel["name"]:
+            proposals.append(running)
+            running = None
+        if running is not None:
+            running.append(kernel)
+    if not proposals:
+        return []
+    usual = statistics.mode(len(each) for each in proposals)
+    same = [each for each in proposals if len(each) == usual]
+    return [
         {
-            "kernel": str(event.key)[:80],
-            "launches": round(event.count / repeats, 2),
-            "ms": round(float(getattr(event, "self_device_time_total", 0.0)) / 1e3 / repeats, 5),
+            "kernel": str(same[0][index]["name"])[:60],
+            "start_us": round(statistics.median(each[index]["ts"] - each[0]["ts"] for each in same), 2),
+            "us": round(statistics.median(each[index]["dur"] for each in same), 2),
         }
-        for event in profiler.key_averages()
+        for index in range(usual)
     ]
-    return sorted((row for row in rows if row["ms"]), key=lambda row: -row["ms"])
 
 
 def timed(parts: Assembled, plan: Plan, drafter: str, depth: int | None) -> dict[str, float]:

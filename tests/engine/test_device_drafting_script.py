@@ -14,6 +14,29 @@ from tests.engine.test_step_bench import small_hybrid
 pytestmark = pytest.mark.torch
 
 
+def test_a_proposal_is_cut_out_of_a_trace() -> None:
+    def kernel(name: str, start_us: float, us: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "ts": start_us, "dur": us}
+
+    step = (
+        ("window_rows_kernel", 2.0),
+        ("gdn", 5.0),
+        ("take_rows_kernel", 3.0),
+        ("stream", 20.0),
+        ("best_tokens", 4.0),
+    )
+    events = [{"cat": "cpu_op", "name": "take_rows", "ts": 0.0, "dur": 1.0}]
+    for number in range(5):
+        start_us = 1000.0 * number
+        for name, us in step[: 4 if number == 2 else 5]:
+            events.append(kernel(name, start_us, us + number))
+            start_us += us + 1
+    rows = device_drafting.timeline(list(reversed(events)))
+    assert [row["kernel"] for row in rows] == ["take_rows_kernel", "stream", "best_tokens"]
+    assert [row["start_us"] for row in rows] == [0.0, 4.0, 25.0] and rows[0]["us"] == 4.0
+    assert device_drafting.timeline(events[:3]) == []
+
+
 def test_all_figures_on_a_tiny_model() -> None:
     torch.set_num_threads(1)
     plan = Plan(
