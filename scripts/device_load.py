@@ -134,7 +134,7 @@ def _status_gib(key: str) -> float:
     return int(found.group(1)) * 1024 / GIB if found else float("nan")
 
 
-def start(folder: Path, state: Path, context: int, limit_gib: float, device: str, used: bool) -> None:
+def start(arguments: argparse.Namespace, device: str) -> None:
     """In a process of its own: the engine behind its port, as `localspec serve` runs it; prints what was found."""
     import psutil
 
@@ -144,22 +144,27 @@ def start(folder: Path, state: Path, context: int, limit_gib: float, device: str
     from localspec.server.serve import run_server
     from localspec.server.settings import ServerSettings
 
-    on_card = device == "cuda"
+    on_card, folder = device == "cuda", arguments.folder
+    if arguments.untested:
+        from localspec.engine import build
+
+        build.check_kernels = lambda *_: None  # type: ignore[assignment]
     options = EngineOptions(
         device=device,
         drafter="off",
-        context_tokens=context if on_card else None,
+        context_tokens=arguments.context if on_card else None,
         kv_cache="fp8" if on_card else "auto",
-        checks_dir=state,
-        memory_limit_bytes=int(limit_gib * GIB) if on_card else None,
+        checks_dir=arguments.start,
+        memory_limit_bytes=int(arguments.limit_gib * GIB) if on_card else None,
     )
     engine = LocalEngine(lambda model_id, report: ModelPlace(model_id, folder, model_id), options)
-    found: dict[str, Any] = {"marks": [(round(time.time() - began, 2), "imported")], "bar_gib": limit_gib}
+    found: dict[str, Any] = {"marks": [(round(time.time() - began, 2), "imported")], "bar_gib": arguments.limit_gib}
+    found["kernels_tested"] = not arguments.untested
 
     def measure_all(address: str) -> None:
         try:
             _wait_until_ready(engine, began, found["marks"])
-            if used:
+            if arguments.answer:
                 _use(engine, address, device, found)
         except Exception as error:
             found["failed"] = f"{type(error).__name__}: {error}"[:1500]
@@ -282,6 +287,7 @@ def _begin(arguments: argparse.Namespace, state: Path, name: str, context: int, 
     command = [sys.executable, __file__, "--folder", str(arguments.folder), "--start", str(state)]
     command += ["--context", str(context), "--limit-gib", str(limit_gib), *(["--tiny"] if arguments.tiny else [])]
     command += ["--answer"] if name in arguments.use else []
+    command += ["--untested"] if arguments.untested else []
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=START_LIMIT_S
@@ -371,13 +377,16 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit-gib", type=float, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--untested", action="store_true", help="leave the test of the kernels out: memory is all that counts"
+    )
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
         make_folder(arguments.folder, arguments.tiny)
     elif arguments.start:
         device = "cpu" if arguments.tiny else "cuda"
-        start(arguments.folder, arguments.start, arguments.context, arguments.limit_gib, device, arguments.answer)
+        start(arguments, device)
     else:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         try:

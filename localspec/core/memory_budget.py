@@ -21,7 +21,8 @@ FEW_GRAPHS, MANY_GRAPHS = 64, 256
 """Captured steps that are kept at once; capturing one again holds an answer up for a moment."""
 MATMUL_BYTES = 32 * MIB
 """Of cuBLAS, made with the first prompt."""
-SPARE_BYTES = 64 * MIB
+SPARE_BYTES = 128 * MIB
+"""PyTorch's memory grows by 20 MiB in each of its pools, and parts of such pieces lie idle between others."""
 UNPACKED_BYTES = 176 * MIB
 """Of a weight, the most that lies unpacked at once; the kernels take wider ones in slices."""
 CHUNK_TOKENS = 2048

@@ -26,7 +26,7 @@ from localspec.api.types import EngineError
 from localspec.core.records import GRAPH_ROWS, MAX_SLOTS
 from localspec.drafters import Drafter, DrafterSetup, drafter_module
 from localspec.engine.build import EngineOptions, assemble, cache_dtype, resolve_device
-from localspec.engine.memory_budget import context_limit
+from localspec.engine.memory_budget import context_limit, prepare_allocator
 from localspec.engine.rates import read_rate_bytes_per_s
 from localspec.engine.step_bench import StepBench, StepTime, matmul_rate_flop_per_s, step_table
 from localspec.engine.step_profile import group_table, verdict
@@ -103,7 +103,8 @@ class SyntheticBench:
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
-        self._ops, _ = choose(resolve_device(self.plan.device))
+        prepare_allocator(device := resolve_device(self.plan.device))
+        self._ops, _ = choose(device)
         normed = any(name.endswith("self_attn.k_norm.weight") for name in tensor_shapes(self.plan.config))
         self._ops.cache_dtype = cache_dtype(self._ops, self.plan.kv_cache, normed)
         self._rates: dict[str, float] = {}
