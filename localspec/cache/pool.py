@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +12,7 @@ from localspec.core.cache_spec import CacheSpec, PlaneSpec, StateSpec
 from localspec.core.memory_budget import MAX_SNAPSHOTS
 from localspec.core.records import PAGE_TOKENS
 from localspec.core.state import Cache
+from localspec.storage.buffers import aligned_memory
 
 ALIGNMENT_BYTES = 256
 
@@ -80,8 +82,12 @@ class CachePool:
         return planes
 
     def _buffer(self, plane: PlaneSpec, num_pages: int) -> torch.Tensor:
-        shape = (num_pages, PAGE_TOKENS, *plane.shape)
-        return torch.zeros(shape, dtype=getattr(torch, plane.dtype), device=self.device)
+        shape, dtype = (num_pages, PAGE_TOKENS, *plane.shape), getattr(torch, plane.dtype)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # On whole pages of memory, where a disk can read to directly.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(aligned_memory(max(num_bytes, 1)))[:num_bytes].view(dtype).view(shape)
 
     def cache(self, owner: str) -> Cache:
         """The buffers of one owner. Raises KeyError for an owner that declared nothing."""

@@ -22,7 +22,7 @@ from localspec.cache.spill_limits import SpillLimits
 from localspec.cache.spill_lookup import Either, Found, Known, ModelIdentity, find
 from localspec.cache.spill_order import MakeRoom, remove_chat, remove_with_dependants
 from localspec.cache.spill_rebuild import rebuild
-from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_payload
+from localspec.storage.blockfile import HEADER_BYTES, BlockStore, parse_block_header, verify_parts
 from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.files import WriteFunction, make_private_directory, sweep_temporary_files
 
@@ -137,15 +137,19 @@ class SpillStore:
             DamagedFile: torn, flipped, or of a size that this model's blocks cannot have.
             WrongOwner: another model's, another position's, or another kind of block.
         """
-        header = parse_block_header(data[:HEADER_BYTES])
+        payload = data[HEADER_BYTES : HEADER_BYTES + self.payload_bytes(block)]
+        self.check_parts(block, data[:HEADER_BYTES], [payload])
+        return payload
+
+    def check_parts(self, block: Block, head: memoryview, payload: Sequence[memoryview]) -> None:
+        """As `check`, of a payload that lies in several places."""
+        header = parse_block_header(head)
         stated = (header.fingerprint, header.key, header.parent_key, header.token_begin, header.token_end)
         if stated != (block.fingerprint, block.key, block.parent, block.token_begin, block.token_end):
             raise WrongOwner(f"{self.path(block)} holds another block than the index says")
         if header.layout != LAYOUTS[block.kind] or header.payload_bytes != self.payload_bytes(block):
             raise DamagedFile(f"{self.path(block)} has another layout or size than this model's blocks")
-        payload = data[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-        verify_payload(header, payload, self.path(block))
-        return payload
+        verify_parts(header, payload, self.path(block))
 
     def payload_bytes(self, block: Block) -> int:
         """Size of a block's payload, from its kind and range."""

@@ -104,6 +104,15 @@ class BlockBytes:
             mark.record(self._stream)
             return mark
 
+    def places(self, pages: Sequence[int], num_tokens: int) -> list[memoryview]:
+        """The memory of the first `num_tokens` rows of `pages` in a segment's order; none where it is no CPU's."""
+        if self._device.type != "cpu":
+            return []
+        found: list[memoryview] = []
+        for (plane, first_row), row_bytes, _, length in self._runs(pages, 0, num_tokens):
+            found.append(plane[first_row * row_bytes :][:length].numpy().data)
+        return found
+
     @staticmethod
     def finish(mark: Any) -> None:
         """Wait for a copy that was started."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +25,16 @@ from localspec.cache.spill_keys import id_bytes
 from localspec.cache.spill_lookup import find
 from localspec.core.records import PAGE_TOKENS, SEGMENT_TOKENS
 from localspec.engine.tier_bytes import BlockBytes
+from localspec.engine.tier_reading import BlockReader, Reading, Unusable
 from localspec.scheduler.scheduler import Scheduler
-from localspec.storage.aio import AsyncReader, OpenFile, Priority, ReadRequest, Ticket
 from localspec.storage.blockfile import HEADER_BYTES
-from localspec.storage.buffers import ALIGNMENT_BYTES
-from localspec.storage.errors import DamagedFile, WrongOwner
+from localspec.storage.errors import DamagedFile
 
 log = logging.getLogger(__name__)
 MIN_GAIN_TOKENS = 32
 """Reading fewer tokens than this is never asked for."""
 FIXED_COST_S = 0.003
 READ_AHEAD_BLOCKS = 6
-READ_THREADS = 4
-"""As many reads in flight as an NVMe disk needs to reach its rate; they sleep in the kernel."""
-CHECK_THREADS = 2
-"""Checksums let go of the interpreter, so blocks are checked while those before them are put in place."""
-PIECE_BYTES = 8 << 20
 MAX_TRIES = 4
 Call = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on the decode thread between two steps."""
@@ -87,31 +81,21 @@ class _Pages:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A block in host memory (`ready`), or on its way into a buffer, where `checked` says when it is whole; `error` if
-    it could not even be asked for."""
+class _Span:
+    """What of a block is wanted, and where: its first `num_tokens` without the first `skip_tokens`, in these pages."""
 
-    block: Block
-    ready: Tensor | None = None
-    buffer: Tensor | None = None
-    tickets: tuple[Ticket, ...] = ()
-    checked: Future[None] | None = None
-    error: Exception | None = None
+    pages: list[int]
+    num_tokens: int
+    skip_tokens: int
 
-    def settle(self) -> None:
-        """Leave no read under way into the buffer."""
-        for ticket in self.tickets:
-            ticket.cancel()
-        if self.checked is not None:
-            wait((self.checked,))
-
-
-class _Unusable(Exception):
-    """A block on disk cannot be used."""
-
-    def __init__(self, block: Block, error: Exception) -> None:
-        super().__init__(str(error))
-        self.block = block
+    @staticmethod
+    def of(block: Block, found: Found, pages: _Pages) -> _Span:
+        first_page = block.token_begin // PAGE_TOKENS
+        return _Span(
+            pages.numbers[first_page : first_page + SEGMENT_TOKENS // PAGE_TOKENS],
+            min(block.token_end, found.num_tokens) - block.token_begin,
+            max(0, pages.held_tokens - block.token_begin),
+        )
 
 
 @dataclass
@@ -134,17 +118,15 @@ class Restorer:
         self._copies = copies
         self._scheduler = scheduler
         self._call = call
-        self._reader = AsyncReader(threads=READ_THREADS, buffer_cap_bytes=4 * PIECE_BYTES)
-        self._checkers = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="check")
+        self._reader = BlockReader(store) if store is not None else None
         self._buffers: list[Tensor] = []
         self._state_buffer: Tensor | None = None
-        self._direct: bool | None = None
         self.epoch = 0
         """Changed by the decode thread when the tree's contents are in doubt."""
 
     def close(self) -> None:
-        self._checkers.shutdown()
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
 
     def restore(self, wish: Wish, worth_reading: Callable[[int, int], bool]) -> Restored:
         """Bring what is worth it; `worth_reading(tokens, bytes)` decides for bytes on disk. Never raises for what a
@@ -161,7 +143,7 @@ class Restorer:
                 break
             try:
                 return self._bring(found, wish)
-            except _Unusable as error:
+            except Unusable as error:
                 log.warning("a cached block cannot be used and will be computed again: %s", error)
                 problem = DAMAGED
                 if self._store is not None:
@@ -248,126 +230,85 @@ class Restorer:
         self, blocks: list[Block], found: Found, pages: _Pages, wish: Wish, cost: _Cost
     ) -> tuple[StateSnapshot | None, bool]:
         """Read ahead, check, copy. Returns the state and whether all is in place, which fails only if cancelled."""
-        reading: deque[_Reading] = deque()
-        placing: deque[tuple[Any, _Reading]] = deque()
+        reading: deque[Reading] = deque()
+        placing: deque[tuple[Any, Reading]] = deque()
         ahead = deque(blocks)
         spare = list(self._buffers)
         snapshot: StateSnapshot | None = None
         try:
             while not wish.cancelled():
-                self._read_ahead(ahead, reading, spare)
+                self._read_ahead(ahead, reading, spare, found, pages)
                 if not reading:
                     self._finish(placing, spare, 0)
                     return snapshot, True
                 current = reading[0]
-                payload = self._landed(current)
+                payload = current.landed()
                 started_s = time.perf_counter()
-                if current.block.kind == STATE:
+                if payload is None:
+                    cost.read_bytes += HEADER_BYTES + sum(place.nbytes for place in current.places)
+                elif current.block.kind == STATE:
                     assert pages.room is not None
                     self._copies.load_state(payload, pages.room)
                     snapshot = pages.room
                 else:
-                    placing.append((self._place(payload, current.block, found, pages), current))
+                    span = _Span.of(current.block, found, pages)
+                    mark = self._copies.load_pages(payload, span.pages, span.num_tokens, span.skip_tokens, pages.since)
+                    placing.append((mark, current))
                     # One block is copied to the device while the next is waited for and checked.
                     self._finish(placing, spare, 1)
                 if current.ready is not None:
-                    cost.host_bytes += payload.numel()
+                    cost.host_bytes += current.ready.numel()
                     cost.host_s += time.perf_counter() - started_s
-                else:
+                elif payload is not None:
                     cost.read_bytes += HEADER_BYTES + payload.numel()
                 reading.popleft()
             return None, False
         finally:
             self._finish(placing, spare, 0)
             for each in reading:
-                each.settle()
+                each.give_up()
 
-    def _read_ahead(self, ahead: deque[Block], reading: deque[_Reading], spare: list[Tensor]) -> None:
+    def _read_ahead(
+        self, ahead: deque[Block], reading: deque[Reading], spare: list[Tensor], found: Found, pages: _Pages
+    ) -> None:
         """Ask for the next blocks, as far as there are buffers for them."""
         while ahead and len(reading) <= READ_AHEAD_BLOCKS:
-            each = self._begin(ahead[0], spare)
+            each = self._begin(ahead[0], spare, found, pages)
             if each is None:
                 return
             ahead.popleft()
             reading.append(each)
 
-    def _finish(self, placing: deque[tuple[Any, _Reading]], spare: list[Tensor], num_left: int) -> None:
+    def _finish(self, placing: deque[tuple[Any, Reading]], spare: list[Tensor], num_left: int) -> None:
         """Wait for copies to the device until so many are left; their buffers are free again."""
         while len(placing) > num_left:
             mark, placed = placing.popleft()
             self._copies.finish(mark)
             spare += [placed.buffer] if placed.buffer is not None else []
 
-    def _begin(self, block: Block, spare: list[Tensor]) -> _Reading | None:
+    def _begin(self, block: Block, spare: list[Tensor], found: Found, pages: _Pages) -> Reading | None:
         """A block from memory, or its read begun; None while no buffer is free for it."""
         ready: Tensor | None = self._host.payload(block.key)
         if ready is not None:
-            return _Reading(block, ready)
-        if self._store is None:
-            return _Reading(block, error=DamagedFile("the block left host memory meanwhile"))
+            return Reading(block, ready)
+        if self._reader is None:
+            return Reading(block, error=DamagedFile("the block left host memory meanwhile"))
         if block.kind == STATE:
             if self._state_buffer is None:
                 self._state_buffer = self._copies.host_memory(HEADER_BYTES + self._copies.state_bytes)
-            return self._post(block, self._state_buffer)
+            return self._reader.into_buffer(block, self._state_buffer)
+        span = _Span.of(block, found, pages)
+        if span.num_tokens == block.token_end - block.token_begin and not span.skip_tokens:
+            places = self._copies.places(span.pages, span.num_tokens)
+            reading = self._reader.into_places(block, places) if places else None
+            if reading is not None:
+                return reading
         if not spare and len(self._buffers) < READ_AHEAD_BLOCKS:
             spare.append(self._copies.host_memory(HEADER_BYTES + SEGMENT_TOKENS * self._copies.token_bytes))
             self._buffers.append(spare[-1])
-        return self._post(block, spare.pop()) if spare else None
-
-    def _place(self, payload: Tensor, block: Block, found: Found, pages: _Pages) -> Any:
-        first_page = block.token_begin // PAGE_TOKENS
-        numbers = pages.numbers[first_page : first_page + SEGMENT_TOKENS // PAGE_TOKENS]
-        num_tokens = min(block.token_end, found.num_tokens) - block.token_begin
-        skip_tokens = max(0, pages.held_tokens - block.token_begin)
-        return self._copies.load_pages(payload, numbers, num_tokens, skip_tokens, pages.since)
-
-    def _post(self, block: Block, buffer: Tensor) -> _Reading:
-        assert self._store is not None
-        total_bytes = HEADER_BYTES + self._store.payload_bytes(block)
-        view: memoryview = buffer.numpy().data
-        try:
-            file = OpenFile(self._store.path(block), no_follow=True, direct=self._direct)
-            self._direct = file.direct
-            if file.size_bytes != total_bytes:
-                raise DamagedFile(f"{file.path} has {file.size_bytes} bytes instead of {total_bytes}")
-            requests = [ReadRequest(file, a, b - a, None, view[a:b]) for a, b in _pieces(total_bytes)]
-            tickets = tuple(self._reader.submit_many(requests, Priority.BULK))
-            checked = self._checkers.submit(self._check, block, view[:total_bytes], tickets)
-            return _Reading(block, buffer=buffer, tickets=tickets, checked=checked)
-        except (OSError, DamagedFile) as error:
-            return _Reading(block, buffer=buffer, error=error)
-
-    def _check(self, block: Block, data: memoryview, tickets: tuple[Ticket, ...]) -> None:
-        assert self._store is not None
-        for ticket in tickets:
-            # Whatever became of one, none may write into the buffer once it is given up.
-            self._reader.wait_for(ticket, None)
-        for ticket in tickets:
-            ticket.result()
-        self._store.check(block, data)
-
-    def _landed(self, reading: _Reading) -> Tensor:
-        """The checked payload of a block. Raises _Unusable."""
-        if reading.ready is not None:
-            return reading.ready
-        block, buffer = reading.block, reading.buffer
-        try:
-            if reading.error is not None:
-                raise reading.error
-            assert buffer is not None and self._store is not None and reading.checked is not None
-            reading.checked.result()
-        except (OSError, DamagedFile, WrongOwner) as error:
-            raise _Unusable(block, error) from error
-        return buffer[HEADER_BYTES : HEADER_BYTES + self._store.payload_bytes(block)]
+        return self._reader.into_buffer(block, spare.pop()) if spare else None
 
     def _on_decode_thread(self, function: Callable[[], Any]) -> Any:
         box: list[Any] = []
         self._call(lambda: box.append(function())).result()
         return box[0]
-
-
-def _pieces(total_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of whole pages, which a disk can put in place, and the odd rest on its own."""
-    whole_bytes = total_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    pieces = [(start, min(start + PIECE_BYTES, whole_bytes)) for start in range(0, whole_bytes, PIECE_BYTES)]
-    return [*pieces, (whole_bytes, total_bytes)] if whole_bytes < total_bytes else pieces

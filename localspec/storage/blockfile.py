@@ -118,8 +118,16 @@ def parse_block_header(data: Buffer) -> BlockHeader:
 
 def verify_payload(header: BlockHeader, payload: Buffer, path: Path) -> None:
     """Compare a payload with its header (20 GB/s, the interpreter's lock let go); DamagedFile if it differs."""
-    data = as_bytes(payload)
-    if data.nbytes != header.payload_bytes or xxhash.xxh3_64_intdigest(data) != header.payload_hash:
+    verify_parts(header, [payload], path)
+
+
+def verify_parts(header: BlockHeader, payload: Sequence[Buffer], path: Path) -> None:
+    """As `verify_payload`, of one that lies in several places."""
+    digest, num_bytes = xxhash.xxh3_64(), 0
+    for data in map(as_bytes, payload):
+        digest.update(data)
+        num_bytes += data.nbytes
+    if num_bytes != header.payload_bytes or digest.intdigest() != header.payload_hash:
         raise DamagedFile(f"The payload of {path} does not match its checksum; it is to be computed again.")
 
 
