@@ -40,7 +40,8 @@ def cache_ls(as_json: bool) -> None:
         print_json([dataclasses.asdict(row) for row in rows])
         return
     for row in rows:
-        click.echo(f"{row.chat_id:<36}  {row.model_id:<24} {row.tokens:>8,} tokens {gib(row.stored_bytes):>10}")
+        names = f"{_shown(row.chat_id):<36}  {_shown(row.model_id):<24}"
+        click.echo(f"{names} {row.tokens:>8,} tokens {gib(row.stored_bytes):>10}")
     num_blocks, other_bytes = admin.without_chat() if admin is not None else (0, 0)
     if num_blocks:
         click.echo(f"{gib(other_bytes)} more are of programs that named no chat; they go with their model.", err=True)
@@ -65,7 +66,7 @@ def cache_df(as_json: bool) -> None:
         return
     for row in models:
         click.echo(
-            f"{row.model_id:<24} {row.fingerprint.hex()[:12]}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}"
+            f"{_shown(row.model_id):<24} {row.fingerprint.hex()[:12]}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}"
         )
     total_bytes = sum(row.stored_bytes for row in models)
     rest = f", {gib(free_bytes)} free on the disk, {gib(written_bytes)} written today" if free_bytes is not None else ""
@@ -89,7 +90,7 @@ def cache_rm(name: str, as_json: bool) -> None:
     if as_json:
         print_json({"name": name, "removed_blocks": removed})
     else:
-        click.echo(f"{removed:,} blocks of {name} are deleted")
+        click.echo(f"{removed:,} blocks of {_shown(name)} are deleted")
 
 
 @cache.command("verify")
@@ -169,6 +170,11 @@ def cache_limit(
     click.echo(f"left free there   {gib(disk.min_free_bytes)}")
     click.echo(f"written in a day  {gib(disk.daily_write_bytes)}")
     click.echo(f"copies in memory  {memory_size}")
+
+
+def _shown(name: str) -> str:
+    """A name for a terminal: clients of the port choose the ids of their chats, and nothing in one may act on it."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in name)
 
 
 def _open() -> SpillAdmin | None:

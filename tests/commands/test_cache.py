@@ -135,6 +135,16 @@ def test_an_index_that_is_damaged_in_the_middle_ends_no_command_with_a_traceback
     assert said
 
 
+def test_names_of_clients_do_not_act_on_the_terminal(home: Path) -> None:
+    store = SpillStore(home / "cache" / "kv", identity("mo\x1b[2Jdel"), WIDE)
+    name = "a\x1b]0;title\x07\nb"
+    write(store, ids_of(1, 300), chat=name)
+    store.close()
+    for words in (("ls",), ("df",), ("rm", "--", name)):
+        assert not set(call(*words)) & {"\x1b", "\x07"}
+    assert json.loads(call("ls", "--json")) == []
+
+
 def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = home / "cache" / "kv"
     assert json.loads(call("limit", "--json")) == {
