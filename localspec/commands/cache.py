@@ -65,9 +65,8 @@ def cache_df(as_json: bool) -> None:
         print_json({"models": rows, "free_bytes": free_bytes, "written_today_bytes": written_bytes})
         return
     for row in models:
-        click.echo(
-            f"{_shown(row.model_id):<24} {row.fingerprint.hex()[:12]}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}"
-        )
+        name = f"{_shown(row.model_id):<24} {row.fingerprint.hex()[:12]}"
+        click.echo(f"{name}  {row.num_blocks:>7,} blocks {gib(row.stored_bytes):>10}")
     total_bytes = sum(row.stored_bytes for row in models)
     rest = f", {gib(free_bytes)} free on the disk, {gib(written_bytes)} written today" if free_bytes is not None else ""
     click.echo(f"total {gib(total_bytes)}{rest}")
