@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.cache.spill import INDEX_NAME
-from localspec.cache.spill_index import Block, ModelRow, SpillIndex
+from localspec.cache.spill_index import REBUILT, Block, ModelRow, SpillIndex
 from localspec.cache.spill_order import remove_chat, remove_with_dependants
 from localspec.cache.spill_rebuild import rebuild
 from localspec.storage.blockfile import BlockStore
@@ -73,6 +73,10 @@ class SpillAdmin:
             "SELECT count(*), coalesce(sum(file_bytes), 0) FROM block WHERE key NOT IN (SELECT key FROM chat)"
         ).fetchone()  # fmt: skip
         return int(count), int(size)
+
+    def has_lost_names(self) -> bool:
+        """Whether there are blocks of which nobody knows the chat, since the index was made again from the files."""
+        return bool(self._index.counter(REBUILT)) and self.without_chat()[0] > 0
 
     def models(self) -> list[ModelRow]:
         """Every model (with its drafters and back end) that has blocks or had some."""

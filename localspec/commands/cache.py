@@ -81,7 +81,9 @@ def cache_rm(name: str, as_json: bool) -> None:
     known_chats = {row.chat_id for row in admin.chats()} if admin is not None else set()
     known_models = {row.model_id for row in admin.models()} if admin is not None else set()
     if admin is None or name not in known_chats | known_models:
-        fail(f"nothing is kept of {name}; see localspec cache ls")
+        unnamed = admin is not None and admin.has_lost_names()
+        where = "chats lost their names with an index: rm a model, or wipe" if unnamed else "see localspec cache ls"
+        fail(f"nothing is kept of {_shown(name)} by name; {where}")
     try:
         removed = admin.remove_chat(name) if name in known_chats else admin.remove_model(name)
     except OSError as error:

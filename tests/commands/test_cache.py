@@ -145,6 +145,18 @@ def test_names_of_clients_do_not_act_on_the_terminal(home: Path) -> None:
     assert json.loads(call("ls", "--json")) == []
 
 
+def test_a_chat_whose_name_was_lost_with_the_index_is_not_said_to_be_gone(home: Path) -> None:
+    folder = home / "cache" / "kv"
+    store = SpillStore(folder, identity("some-model"), WIDE)
+    write(store, ids_of(1, 300), chat="chat-1")
+    assert "see localspec cache ls" in CliRunner().invoke(cache, ["rm", "chat-2"]).output
+    store.close()
+    for path in folder.glob("index.sqlite3*"):
+        path.unlink()
+    result = CliRunner().invoke(cache, ["rm", "chat-1"])
+    assert result.exit_code == 1 and "lost their names" in result.output
+
+
 def test_limits_are_kept_and_read(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = home / "cache" / "kv"
     assert json.loads(call("limit", "--json")) == {
