@@ -93,6 +93,12 @@ def take_rows_kernel(
     row_begin = tl.sum(tl.where(mine, begin, 0), axis=0)
     position = tl.maximum(row_begin + tl.where(inside, row - first, 0), 0)
     token = tl.load(history_ptr + of * history_stride + tl.minimum(position + 1, history_stride - 1))
+    if piece == 0:
+        tl.store(slots_ptr + row, tl.where(inside, of, -1))
+        tl.store(positions_ptr + row, position)
+        tl.store(begin_ptr + row, tl.sum(tl.where(mine, valid, 0), axis=0))
+        tl.store(end_ptr + row, position + 1)
+        tl.store(tokens_ptr + row, token)
     kept = kept_ptr + (of * num_kept + position % num_kept) * width
     if FIRST > 0:
         if piece == 0:
@@ -107,12 +113,6 @@ def take_rows_kernel(
         tl.store(sources_ptr + (row * 2 + piece) * width + column, value, mask=inside_row)
     else:
         tl.store(sources_ptr + row * width + column, tl.load(kept + column, mask=inside_row), mask=inside_row)
-    if piece == 0:
-        tl.store(slots_ptr + row, tl.where(inside, of, -1))
-        tl.store(positions_ptr + row, position)
-        tl.store(begin_ptr + row, tl.sum(tl.where(mine, valid, 0), axis=0))
-        tl.store(end_ptr + row, position + 1)
-        tl.store(tokens_ptr + row, token)
     tl.debug_barrier()
     # Programs only have to have read what the last one changes, and what they stored depends on that: no fence.
     arrived = tl.atomic_add(tickets_ptr, 1, sem="relaxed", scope="gpu")
