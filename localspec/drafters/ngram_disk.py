@@ -26,7 +26,7 @@ from localspec.storage.aio import AsyncReader
 from localspec.storage.ngram_build import RunBuilder
 from localspec.storage.ngram_choice import Continuation
 from localspec.storage.ngram_format import CONTINUATION_TOKENS
-from localspec.storage.ngram_runs import NgramTable
+from localspec.storage.ngram_runs import MAX_WISHES, NgramTable
 
 needs_weights = False
 NAME = "ngram_disk"
@@ -178,9 +178,11 @@ def tiny(setup: DrafterSetup) -> Drafter:
         table = _CoarseTable.open(
             Path(folder), fingerprint, reader, ram_cap_bytes=_TINY_CAP_BYTES, max_pending=_TINY_TOKENS
         )
-        table.prefetch(text[at : at + _TINY_ORDER - 1] for at in range(len(text)))
-        while table.pending_reads:
-            time.sleep(0.001)
+        for begin in range(0, len(text), MAX_WISHES):
+            # More wishes at once would push each other out where the worker is slow.
+            table.prefetch(text[at : at + _TINY_ORDER - 1] for at in range(begin, begin + MAX_WISHES))
+            while table.pending_reads:
+                time.sleep(0.0002)
     policy = NgramPolicy(draft_tokens=((_TINY_ORDER, CONTINUATION_TOKENS),), min_share=0.0, min_first_right=0.0)
     handles = (NgramTableHandle("tiny", table),)
     if setup.ops.waits:
