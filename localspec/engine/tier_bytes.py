@@ -34,12 +34,16 @@ class BlockBytes:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._planes: list[Tensor] = []  # each [num_pages * PAGE_TOKENS * row bytes] uint8, a view of the plane
         self._row_bytes: list[int] = []
+        self._views: list[memoryview] = []
+        """The planes again, where they are memory of a CPU."""
         self._states: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
         for spec in specs:
             for plane in spec.planes:
                 buffer = pool.cache(spec.owner).planes[plane.name]
                 self._planes.append(buffer.view(-1).view(torch.uint8))
                 self._row_bytes.append(plane.bytes_per_token)
+                if device.type == "cpu":
+                    self._views.append(self._planes[-1].numpy().data)
             for state in spec.states:
                 if not state.ring_rows:
                     dtype: torch.dtype = getattr(torch, state.dtype)
@@ -106,11 +110,10 @@ class BlockBytes:
 
     def places(self, pages: Sequence[int], num_tokens: int) -> list[memoryview]:
         """The memory of the first `num_tokens` rows of `pages` in a segment's order; none where it is no CPU's."""
-        if self._device.type != "cpu":
-            return []
         found: list[memoryview] = []
-        for (plane, first_row), row_bytes, _, length in self._runs(pages, 0, num_tokens):
-            found.append(plane[first_row * row_bytes :][:length].numpy().data)
+        runs = self._page_runs(pages, 0, num_tokens) if self._views else []
+        for view, row_bytes in zip(self._views, self._row_bytes, strict=False):
+            found += [view[row * row_bytes : (row + count) * row_bytes] for row, _, count in runs]
         return found
 
     @staticmethod
@@ -143,22 +146,27 @@ class BlockBytes:
     ) -> Iterator[tuple[tuple[Tensor, int], int, int, int]]:
         """((plane, first row), row bytes, offset in the segment, bytes) of every run of neighbouring pages."""
         segment_tokens = end if stored_bytes is None else stored_bytes // self.token_bytes
-        runs: list[tuple[int, int, int]] = []  # first row in the plane, first token, tokens
-        for token in range(begin, end):
-            if runs and token % PAGE_TOKENS:
-                first_row, first, count = runs[-1]
-                runs[-1] = (first_row, first, count + 1)
-                continue
-            row = pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
-            if runs and runs[-1][0] + runs[-1][2] == row:
-                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
-            else:
-                runs.append((row, token, 1))
+        runs = self._page_runs(pages, begin, end)
         base = 0
         for plane, row_bytes in zip(self._planes, self._row_bytes, strict=True):
             for first_row, first, count in runs:
                 yield (plane, first_row), row_bytes, base + first * row_bytes, count * row_bytes
             base += segment_tokens * row_bytes
+
+    @staticmethod
+    def _page_runs(pages: Sequence[int], begin: int, end: int) -> list[tuple[int, int, int]]:
+        """(first row in a plane, first token, tokens) of every run of neighbouring pages."""
+        runs: list[tuple[int, int, int]] = []
+        token = begin
+        while token < end:
+            row = pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
+            count = min(PAGE_TOKENS - token % PAGE_TOKENS, end - token)
+            if runs and runs[-1][0] + runs[-1][2] == row:
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + count)
+            else:
+                runs.append((row, token, count))
+            token += count
+        return runs
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._stream is not None:
