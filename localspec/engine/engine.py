@@ -33,8 +33,8 @@ from localspec.engine.build import Built, EngineOptions, ModelPlace, build
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.engine.text import Prepared
 from localspec.engine.text_stream import Piece, TextStream
-from localspec.engine.tuner import Kept
 from localspec.engine.tuner_report import report
+from localspec.engine.tuner_work import Kept
 
 log = logging.getLogger(__name__)
 

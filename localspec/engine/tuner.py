@@ -17,21 +17,12 @@ from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm, Mean
 from localspec.engine.text_replay import Policy, RecentText, in_question
-from localspec.engine.tuner_work import Hearing, TunerSettings, Work
+from localspec.engine.tuner_work import Hearing, Kept, TunerSettings, Work
 from localspec.scheduler.sequence import Sequence
 
 __all__ = ["CONTEXT_BUCKET_TOKENS", "ECHO", "OFF", "Arm", "Hearing", "Tuner", "TunerSettings", "Work"]
 
 MAX_FLIGHTS = 64
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a tuner learnt; the fields are those of `Tuner`."""
-
-    learnt: Learnt
-    work: dict[tuple[str, int], Work]
-    recent: dict[tuple[str, int], RecentText]
 
 
 @dataclass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from localspec.engine.knowledge import Learnt
 from localspec.engine.step_costs import OFF, Arm
+from localspec.engine.text_replay import RecentText
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,12 @@ class Work:
     heard_at: dict[str, int] = field(default_factory=dict)
     round_ids: set[int] = field(default_factory=set)
     num_active: int = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a tuner learnt; the fields are those of `Tuner`."""
+
+    learnt: Learnt
+    work: dict[tuple[str, int], Work]
+    recent: dict[tuple[str, int], RecentText]
