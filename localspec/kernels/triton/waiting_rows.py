@@ -44,6 +44,38 @@ def store_rows_kernel(
         tl.store(done_ptr + slot, tl.where(new, first, done), mask=is_slot)
 
 
+@triton.jit
+def waiting_counts(slot, is_slot, state, num_kept, ROWS: tl.constexpr):
+    """Of each slot: where its waiting rows begin, how many are taken, what was done, from where rows are valid."""
+    depths_ptr, lengths_ptr, done_ptr, valid_ptr = state
+    done = tl.load(done_ptr + slot, mask=is_slot, other=-1)
+    end = tl.load(lengths_ptr + slot, mask=is_slot, other=0) - 1
+    depth = tl.load(depths_ptr + slot, mask=is_slot, other=0)
+    valid = tl.load(valid_ptr + slot, mask=is_slot, other=0)
+    begin = tl.maximum(done, end - num_kept)
+    asked = (depth > 0) & (done >= 0)
+    # Of a slot that is not asked for, rows may be missing because its prompt is still being read.
+    valid = tl.where(asked & (begin > done), begin, valid)
+    wanted = tl.where(asked, tl.maximum(end - begin, 0), 0)
+    cap = 1 + tl.arange(0, ROWS)
+    fits = tl.sum(tl.minimum(wanted[None, :], cap[:, None]), axis=1) <= ROWS
+    counts = tl.minimum(wanted, tl.sum(fits.to(tl.int64), axis=0))
+    return begin, counts, done, valid
+
+
+@triton.jit
+def place_of_row(row, slot, begin, counts):
+    """Whether a row of the pass is used, its slot (0 if not), and its position there."""
+    last = tl.cumsum(counts, axis=0)
+    inside = row < tl.sum(counts, axis=0)
+    of = tl.where(inside, tl.sum((row >= last).to(tl.int64), axis=0), 0)
+    mine = slot == of
+    first = tl.sum(tl.where(mine, last - counts, 0), axis=0)
+    row_begin = tl.sum(tl.where(mine, begin, 0), axis=0)
+    position = tl.maximum(row_begin + tl.where(inside, row - first, 0), 0)
+    return inside, of, position
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_kept", "history_stride", "vocabulary"])
 def take_rows_kernel(
     depths_ptr, lengths_ptr, history_ptr, done_ptr, valid_ptr, kept_ptr, slots_ptr, positions_ptr, begin_ptr, end_ptr,
@@ -73,30 +105,14 @@ def take_rows_kernel(
         gdc_launch_dependents()
     slot = tl.arange(0, SLOTS)
     is_slot = slot < num_slots
-    done = tl.load(done_ptr + slot, mask=is_slot, other=-1)
-    end = tl.load(lengths_ptr + slot, mask=is_slot, other=0) - 1
-    depth = tl.load(depths_ptr + slot, mask=is_slot, other=0)
-    valid = tl.load(valid_ptr + slot, mask=is_slot, other=0)
-    begin = tl.maximum(done, end - num_kept)
-    asked = (depth > 0) & (done >= 0)
-    # Of a slot that is not asked for, rows may be missing because its prompt is still being read.
-    valid = tl.where(asked & (begin > done), begin, valid)
-    wanted = tl.where(asked, tl.maximum(end - begin, 0), 0)
-    cap = 1 + tl.arange(0, ROWS)
-    fits = tl.sum(tl.minimum(wanted[None, :], cap[:, None]), axis=1) <= ROWS
-    counts = tl.minimum(wanted, tl.sum(fits.to(tl.int64), axis=0))
-    last = tl.cumsum(counts, axis=0)
-    inside = row < tl.sum(counts, axis=0)
-    of = tl.where(inside, tl.sum((row >= last).to(tl.int64), axis=0), 0)
-    mine = slot == of
-    first = tl.sum(tl.where(mine, last - counts, 0), axis=0)
-    row_begin = tl.sum(tl.where(mine, begin, 0), axis=0)
-    position = tl.maximum(row_begin + tl.where(inside, row - first, 0), 0)
+    state = (depths_ptr, lengths_ptr, done_ptr, valid_ptr)
+    begin, counts, done, valid = waiting_counts(slot, is_slot, state, num_kept, ROWS)
+    inside, of, position = place_of_row(row, slot, begin, counts)
     token = tl.load(history_ptr + of * history_stride + tl.minimum(position + 1, history_stride - 1))
     if piece == 0:
         tl.store(slots_ptr + row, tl.where(inside, of, -1))
         tl.store(positions_ptr + row, position)
-        tl.store(begin_ptr + row, tl.sum(tl.where(mine, valid, 0), axis=0))
+        tl.store(begin_ptr + row, tl.sum(tl.where(slot == of, valid, 0), axis=0))
         tl.store(end_ptr + row, position + 1)
         tl.store(tokens_ptr + row, token)
     kept = kept_ptr + (of * num_kept + position % num_kept) * width
