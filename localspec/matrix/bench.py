@@ -162,12 +162,13 @@ class _Workload:
             await self._learn_anew(drafter)
             await self._answers(method, turn)
         await self._learn_anew(drafter)
-        is_cold = self._plan.cold and drafter == AUTO and isinstance(self._engine, Learning)
-        if is_cold and turn:
-            await self._engine.swap_tuner(self._learnt)  # type: ignore[attr-defined]
+        is_cold = self._plan.cold and drafter == AUTO
+        learning = self._engine if is_cold and isinstance(self._engine, Learning) else None
+        if learning is not None and turn:
+            await learning.swap_tuner(self._learnt)
         run = await self._answers(method, turn)
-        if is_cold:
-            self._learnt = await self._engine.swap_tuner(None)  # type: ignore[attr-defined]
+        if learning is not None:
+            self._learnt = await learning.swap_tuner(None)
         reached = max((len(answer.timings.drafted_per_position) for answer in run.answers), default=0)
         if reached < depth and not turn:
             self._exhausted[drafter] = min(depth, self._exhausted.get(drafter, depth))
