@@ -84,7 +84,7 @@ class Acceptance:
         self.now.add(reached, accepted, FORGET_COPIES if self.copies else FORGET)
         for position in range(reached):
             if position == len(self.long_run):
-                self.long_run.append(self._guess(position))
+                self.long_run.append(self._guesses()[position])
             self.long_run[position] += LONG_RUN_SMOOTHING * (float(position < accepted) - self.long_run[position])
         self.steps += 1
         self._rates = self._curve = None
@@ -119,11 +119,12 @@ class Acceptance:
     def rates(self) -> list[float]:
         """Of every position."""
         if self._rates is None:
-            shift = self._shift()
+            guesses = self._guesses()
+            odds = math.exp(self._shift(guesses))
             self._rates = []
-            for position in range(MAX_POSITIONS):
-                prior = _sigmoid(_logit(self._guess(position)) + shift)
-                hits, seen = self.now.hits[position], self.now.seen[position]
+            for guess, hits, seen in zip(guesses, self.now.hits, self.now.seen, strict=True):
+                # The guess with its odds shifted.
+                prior = guess * odds / (1.0 - guess + guess * odds)
                 self._rates.append((hits + self.prior_weight * prior) / (seen + self.prior_weight))
         return self._rates
 
@@ -149,22 +150,24 @@ class Acceptance:
         self._up, self._down = _Departure(), _Departure()
         self._rates = self._curve = None
 
-    def _guess(self, position: int) -> float:
-        """The long-run rate, or a guess from the position before."""
-        if position < len(self.long_run):
-            return min(max(self.long_run[position], SMALLEST_RATE), LARGEST_RATE)
-        last, beyond = (self.long_run[-1], position + 1 - len(self.long_run)) if self.long_run else (OPTIMISM, position)
-        return min(max(last * UNSEEN_DECAY**beyond, SMALLEST_RATE), LARGEST_RATE)
+    def _guesses(self) -> list[float]:
+        """Of every position the long-run rate, beyond what was seen a guess from the position before."""
+        found = [min(max(rate, SMALLEST_RATE), LARGEST_RATE) for rate in self.long_run]
+        guess = found[-1] if found else OPTIMISM / UNSEEN_DECAY
+        while len(found) < MAX_POSITIONS:
+            guess *= UNSEEN_DECAY
+            found.append(max(guess, SMALLEST_RATE))
+        return found
 
-    def _shift(self) -> float:
+    def _shift(self, guesses: list[float]) -> float:
         """How much better the present work is than the long run, in logits, over all positions: it also tells of
         positions that the present work has not reached."""
         total, weights = 0.0, 2.0
-        for position, seen in enumerate(self.now.seen):
+        for guess, hits, seen in zip(guesses, self.now.hits, self.now.seen, strict=True):
             if seen:
-                present = (self.now.hits[position] + 0.5) / (seen + 1.0)
+                present = (hits + 0.5) / (seen + 1.0)
                 weight = min(seen, 20.0)
-                total += weight * (_logit(present) - _logit(self._guess(position)))
+                total += weight * (_logit(present) - _logit(guess))
                 weights += weight
         return total / weights
 
@@ -193,7 +196,3 @@ def _log_likelihood_ratio(rates: list[float], accepted: int, odds: float) -> flo
 def _logit(rate: float) -> float:
     rate = min(max(rate, SMALLEST_RATE), LARGEST_RATE)
     return math.log(rate / (1.0 - rate))
-
-
-def _sigmoid(value: float) -> float:
-    return 1.0 / (1.0 + math.exp(-value))

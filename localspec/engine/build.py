@@ -219,7 +219,7 @@ def assemble(
     scheduler = Scheduler(
         pool=pages,
         prefix=PrefixTree(pages, memory.num_snapshots, lambda snapshot: None),
-        limits=replace(_limits(memory, limit, options, layout.cold_pages), num_layers=model.num_layers),
+        limits=replace(_limits(memory, limit, options, layout.cold_pages), num_layers=model.num_layers + 1),
         policy=tuner,
         needs_state=pool.has_states,
     )

@@ -125,7 +125,8 @@ class DeviceStep(Protocol):
         ...
 
     def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
-        """Run the next layers of a chunk; whether those were its last, and drafters have seen it."""
+        """Run the next layers of a chunk, after which drafters see it, which counts as a layer more: it may take longer
+        than one. Whether they have."""
         ...
 
 
@@ -209,13 +210,16 @@ class EagerStep:
         return packed_rows(plan, drafts, needs.grammars, num_rows, self.runner.model.vocab_size)
 
     def prefill(self, plan: PrefillPlan) -> None:
-        self.advance_prefill(self.begin_prefill(plan), self.runner.model.num_layers)
+        self.advance_prefill(self.begin_prefill(plan), self.runner.model.num_layers + 1)
 
     def begin_prefill(self, plan: PrefillPlan) -> Reading:
         return self.runner.begin_prefill(plan)
 
     def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
-        forward = self.runner.advance_prefill(reading, num_layers)
-        if forward is not None:
-            self.drafters.observe(reading.rows, forward, self.runner.state)
-        return forward is not None
+        left = self.runner.model.num_layers - reading.num_done
+        if left:
+            reading.forward = self.runner.advance_prefill(reading, num_layers)
+        if reading.forward is not None and num_layers > left:
+            self.drafters.observe(reading.rows, reading.forward, self.runner.state)
+            reading.seen = True
+        return reading.seen

@@ -8,6 +8,7 @@ cell for each workload, as it is.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -158,12 +159,15 @@ class _Workload:
         drafter, depth = method
         if depth > self._exhausted.get(drafter, depth):
             return None
-        for _ in range(self._plan.rehearsals):
-            await self._learn_anew(drafter)
-            await self._answers(method, turn)
-        await self._learn_anew(drafter)
         is_cold = self._plan.cold and drafter == AUTO
         learning = self._engine if is_cold and isinstance(self._engine, Learning) else None
+        for _ in range(self._plan.rehearsals):
+            await self._learn_anew(drafter)
+            if learning is not None and turn:
+                # What a rehearsal teaches is lost, but it begins with the same knowledge, so that it takes the same steps.
+                await learning.swap_tuner(copy.deepcopy(self._learnt))
+            await self._answers(method, turn)
+        await self._learn_anew(drafter)
         if learning is not None and turn:
             await learning.swap_tuner(self._learnt)
         run = await self._answers(method, turn)

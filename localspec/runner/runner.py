@@ -30,18 +30,20 @@ class VerifyOutput:
     logits: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reading:
-    """A chunk of a prompt on its way through the layers."""
+    """A chunk of a prompt on its way through the layers. forward: once all have run; seen: by the drafters too."""
 
     plan: PrefillPlan
     rows: Rows
     under_way: ForwardPass
+    forward: Forward | None = None
+    seen: bool = False
 
     @property
     def num_done(self) -> int:
-        """Layers that have run."""
-        return self.under_way.num_done
+        """Layers that have run; what drafters make of the chunk counts as one more."""
+        return self.under_way.num_done + int(self.seen)
 
 
 class Runner:

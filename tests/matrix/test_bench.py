@@ -274,3 +274,9 @@ async def test_a_rehearsal_counts_for_nothing() -> None:
     assert [who for who, _ in asked[1:]] == ["off"] * 3 + ["auto"] * 3
     assert [count for who, count in asked if who == "auto"] == [0, 0, 0]
     assert [cell.prompts for cell in cells] == [1, 1]
+    asked.clear()
+    engine.learnt.clear()
+    plan = BenchPlan({"code": PROMPTS}, (("auto", 0),), (1,), 8, cold=True, in_turns=True, rehearsals=1)
+    await run_bench(engine, plan, lambda cell: None)
+    # A later turn is rehearsed with what the turns before it taught.
+    assert [count for who, count in asked if who == "auto"] == [0, 0, 1, 1, 2, 2]
