@@ -123,7 +123,7 @@ class ChainDrafter:
 
     def forget(self, slot: int) -> None:
         """What is kept belongs to another text."""
-        self._newest.position[slot] = -1
+        self._newest.position[slot].fill_(-1)
         self._waiting.forget(slot)
 
     @torch.inference_mode()

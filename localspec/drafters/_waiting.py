@@ -79,8 +79,8 @@ class WaitingRows:
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""
-        self._kept.done[slot] = -1
-        self._kept.valid_from[slot] = 0
+        self._kept.done[slot].fill_(-1)
+        self._kept.valid_from[slot].fill_(0)
 
     def committed(self, rows: Rows, state: SequenceState) -> Tensor:
         """[R] bool: rows whose token stands and whose next token is known."""

@@ -91,7 +91,7 @@ class ModelDrafter:
 
     def forget(self, slot: int) -> None:
         """The slot was given to another sequence."""
-        self._read[slot] = -1
+        self._read[slot].fill_(-1)
 
     def _catch_up(self, depths: Depths, state: SequenceState, cache: Cache) -> tuple[Tensor, Tensor]:
         """Run the oldest unread tokens, the newest one always among those of a slot that is caught up.

@@ -164,7 +164,7 @@ class _Workload:
         for _ in range(self._plan.rehearsals):
             await self._learn_anew(drafter)
             if learning is not None and turn:
-                # What a rehearsal teaches is lost, but it begins with the same knowledge, so that it takes the same steps.
+                # What it teaches is lost, but it begins with the same knowledge, so that it takes the same steps.
                 await learning.swap_tuner(copy.deepcopy(self._learnt))
             await self._answers(method, turn)
         await self._learn_anew(drafter)

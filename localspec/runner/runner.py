@@ -141,7 +141,7 @@ class Runner:
         other slots may run in between."""
         forward = self.model.advance(reading.under_way, num_layers)
         if forward is not None:
-            self.state.pending_rows[reading.plan.slot] = 0
+            self.state.pending_rows[reading.plan.slot].fill_(0)
         return forward
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Per-slot device state: made once, filled at admission, read by every stage.
 
-Only this module and `sampling.accept` change it.
+Only this module and `sampling.accept` change it. Single elements are filled: `tensor[slot] = number` copies the number
+from the host, and waits until the device has done everything before it (30 ms at the end of a prompt's chunk, H200).
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ def fill_slot(state: SequenceState, slot: int, request: Request) -> None:
     prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
     state.history[slot].zero_()
     state.history[slot, : len(request.prompt_ids)] = prompt
-    state.lengths[slot] = len(request.prompt_ids)
-    state.prompt_lengths[slot] = len(request.prompt_ids)
-    state.remaining[slot] = request.max_tokens
-    state.frozen[slot] = False
-    state.pending_rows[slot] = 0
+    state.lengths[slot].fill_(len(request.prompt_ids))
+    state.prompt_lengths[slot].fill_(len(request.prompt_ids))
+    state.remaining[slot].fill_(request.max_tokens)
+    state.frozen[slot].fill_(False)
+    state.pending_rows[slot].fill_(0)
     state.stop_ids[slot].fill_(-1)
     for index, stop_id in enumerate(request.stop_ids[:MAX_STOP_IDS]):
-        state.stop_ids[slot, index] = stop_id
+        state.stop_ids[slot, index].fill_(stop_id)
     corpus = request.prediction_ids[: state.corpus.shape[1]]
-    state.corpus_lengths[slot] = len(corpus)
+    state.corpus_lengths[slot].fill_(len(corpus))
     if corpus:
         state.corpus[slot, : len(corpus)] = torch.tensor(corpus, dtype=torch.int64, device=device)
     _fill_sampling(state.sampling, slot, request, prompt)
@@ -73,25 +74,25 @@ def fill_slot(state: SequenceState, slot: int, request: Request) -> None:
 
 def release_slot(state: SequenceState, slot: int) -> None:
     """Freeze a slot that no sequence holds any more."""
-    state.frozen[slot] = True
-    state.pending_rows[slot] = 0
-    state.lengths[slot] = 0
-    state.corpus_lengths[slot] = 0
+    state.frozen[slot].fill_(True)
+    state.pending_rows[slot].fill_(0)
+    state.lengths[slot].fill_(0)
+    state.corpus_lengths[slot].fill_(0)
 
 
 def _fill_sampling(table: SamplingTable, slot: int, request: Request, prompt: torch.Tensor) -> None:
     sampling = request.sampling
-    table.temperature[slot] = sampling.temperature
-    table.top_k[slot] = sampling.top_k
-    table.top_p[slot] = sampling.top_p
-    table.min_p[slot] = sampling.min_p
-    table.presence_penalty[slot] = sampling.presence_penalty
-    table.frequency_penalty[slot] = sampling.frequency_penalty
-    table.repetition_penalty[slot] = sampling.repetition_penalty
-    table.seeds[slot] = request.seed
+    table.temperature[slot].fill_(sampling.temperature)
+    table.top_k[slot].fill_(sampling.top_k)
+    table.top_p[slot].fill_(sampling.top_p)
+    table.min_p[slot].fill_(sampling.min_p)
+    table.presence_penalty[slot].fill_(sampling.presence_penalty)
+    table.frequency_penalty[slot].fill_(sampling.frequency_penalty)
+    table.repetition_penalty[slot].fill_(sampling.repetition_penalty)
+    table.seeds[slot].fill_(request.seed)
     table.bias[slot].zero_()
     for token_id, value in sampling.logit_bias:
-        table.bias[slot, token_id] = value
+        table.bias[slot, token_id].fill_(value)
     vocab_size = table.bias.shape[1]
     table.prompt_counts[slot] = torch.bincount(prompt, minlength=vocab_size)[:vocab_size].to(torch.int32)
     table.output_counts[slot].zero_()

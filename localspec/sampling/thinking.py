@@ -66,11 +66,11 @@ class ThinkingState:
             if marker:
                 table[slot, width - len(marker) :] = torch.tensor(marker, device=table.device)
         budget = rule.budget_tokens if rule is not None else None
-        self.budgets[slot] = -1 if budget is None else budget
-        self.end_lengths[slot] = 0 if rule is None else len(rule.end_ids)
-        self.is_open[slot] = rule is not None and rule.open_at_start
-        self.run[slot] = 0
-        self.count[slot] = 0
+        self.budgets[slot].fill_(-1 if budget is None else budget)
+        self.end_lengths[slot].fill_(0 if rule is None else len(rule.end_ids))
+        self.is_open[slot].fill_(rule is not None and rule.open_at_start)
+        self.run[slot].fill_(0)
+        self.count[slot].fill_(0)
 
 
 @dataclass(frozen=True)

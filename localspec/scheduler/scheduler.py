@@ -37,8 +37,8 @@ PROMPT_TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """`chunk_tokens` bounds a prefill chunk. Beside streams as many of its `num_layers`, its end with the drafters among
-    them, run at once as were measured to take, with a step, `target_step_ms`."""
+    """`chunk_tokens` bounds a prefill chunk. Beside streams as many of its `num_layers`, the drafters' pass counted as
+    one, run at once as were measured to take, with a step, `target_step_ms`."""
 
     context_tokens: int
     max_queued: int = 64

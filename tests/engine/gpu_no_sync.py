@@ -150,3 +150,28 @@ def test_the_guard_does_find_a_wait(parts: Assembled, folder: Path, monkeypatch:
     monkeypatch.setattr(device, "verify", waits)
     with pytest.raises(AssertionError, match="synchroniz"):
         check(parts, folder, CASES["plain"], "cuda")
+
+
+def test_the_layers_of_a_prompt_are_started_without_a_wait(
+    parts: Assembled, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams beside a long prompt would wait with it."""
+    device = parts.loop.stages.device
+    advance, guarded = device.advance_prefill, list[bool]()
+
+    def started(reading: Any, num_layers: int) -> bool:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            guarded.append(advance(reading, num_layers))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return guarded[-1]
+
+    for forbid in (False, True):
+        if forbid:
+            monkeypatch.setattr(device, "advance_prefill", started)
+        seen = Collected()
+        parts.loop.submit(make_request(PROMPT * 4, max_tokens=4, cache_salt=f"read {forbid}"), seen.see)
+        assert seen.done.wait(120), "the request did not end"
+        assert seen.end is not None and seen.end.error is None, seen.end
+    assert guarded and guarded[-1]

@@ -26,11 +26,12 @@ from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
 from localspec.kernels.triton.cards import dependent_launch
 from localspec.kernels.triton.gdn import L2_EPS, check_gdn, fold_rows, norm_and_gate, read_state, softplus, update_state
 
-VALUE_BLOCK = 32
-"""Values of a head that one program holds: several programs a head fill a card better than one."""
+VALUE_BLOCK = 64
+"""Values of a head that one program holds. On an H200 two programs a head, of eight warps each, make a step with one
+row 4% shorter than four programs of four warps, with eight or sixteen rows 2.5%."""
 KEY_INNER = 32
-"""Of a key, what eight lanes share; a program's 128 registers a thread leave room beside a weight stream."""
-WARPS = 4
+"""Of a key, what eight lanes share."""
+WARPS = 8
 MAX_TAPS = 4
 PADDING_PROGRAMS = tl.constexpr(8)
 
