@@ -9,7 +9,7 @@ choice goes on where it stopped, so a token is gone through once. Torch-free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from localspec.core.records import MAX_ROWS
@@ -126,21 +126,32 @@ class RecentText:
         for tally in self._tallies.values():
             tally.cursors.pop(sequence_id, None)
 
-    def rate(self, policy: Policy, cost_ms: Callable[[Arm], float], tokens: Callable[[str, int], float]) -> float:
+    def rates(
+        self, policies: Iterable[Policy], cost_ms: Mapping[Arm, float], tokens: Callable[[str, int], float]
+    ) -> dict[Policy, float]:
         """Tokens per millisecond over the text. cost_ms: of a step; tokens: that a part with weights brings to a window
         of a depth, as it is known now. Where windows of the others began keeps to what was known then."""
+        moves: dict[Arm, _Move] = {}
+        found = {}
+        for policy in policies:
+            for arm in (policy.usual, policy.echo):
+                if arm not in moves:
+                    moves[arm] = _Move.of(arm, tokens)
+            found[policy] = self._rate(policy, cost_ms, (moves[policy.usual], moves[policy.echo]))
+        return found
+
+    def _rate(self, policy: Policy, cost_ms: Mapping[Arm, float], moves: tuple[_Move, _Move]) -> float:
         tally = self._tallies.pop(policy, None)
         if tally is None or tally.next < self.first:
             tally = _Tally(self.first)
             if len(self._tallies) >= MAX_TALLIES:
                 self._tallies.pop(next(iter(self._tallies)))
         self._tallies[policy] = tally
-        moves = _Move.of(policy.usual, tokens), _Move.of(policy.echo, tokens)
         tally.go_on(self, moves)
         windows, others = tally.sums[:2], tally.sums[2:]
         ms = 0.0
         for arm, move, count, brought in zip((policy.usual, policy.echo), moves, windows, others, strict=True):
-            ms += cost_ms(arm) * (count + brought / move.others)
+            ms += cost_ms[arm] * (count + brought / move.others)
         return self.num_tokens / max(ms, 1e-9)
 
 

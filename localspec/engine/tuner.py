@@ -8,6 +8,7 @@ there it is work of its own ("echo"). Torch-free; time is counted in steps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence as Words
 from dataclasses import dataclass, field, replace
@@ -247,10 +248,13 @@ class Tuner:
                 return
             work.heard_at[work.hearing.arm[0]] = work.step
             work.hearing, work.alarmed = None, True
-        if not work.alarmed and work.step - work.decided_at < self.settings.decide_every_steps:
+        interval = max(self.settings.decide_every_steps, work.paid_every_steps)
+        if not work.alarmed and work.step - work.decided_at < interval:
             return
         work.alarmed, work.decided_at = False, work.step
         costs = self.known.step_ms(phase, num_active, bucket)
+        if costs:
+            work.paid_every_steps = math.ceil(self.settings.decision_ms / (self.settings.decision_share * costs[OFF]))
         rates = {arm: self.known.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
         if not self._keep_best_replayed(work, phase, num_active, costs, rates):
             self._keep_best(work, rates)
@@ -284,7 +288,7 @@ class Tuner:
                 policies.add(Policy(arm, arm))
             if num_active == 1:
                 policies.add(replace(current, echo=arm) if phase == ECHO else replace(current, usual=arm))
-        found = {policy: text.rate(policy, costs.__getitem__, tokens) for policy in sorted(policies)}
+        found = text.rates(sorted(policies), costs, tokens)
         best = max(found, key=lambda policy: found[policy])
         saved_ms = text.num_tokens * (1.0 / found[current] - 1.0 / found[best])
         if saved_ms > max(

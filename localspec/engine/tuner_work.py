@@ -20,6 +20,9 @@ class TunerSettings:
     saved_steps: float = 2.0
     """Plain steps that a challenger must have saved over that text: the less there is of it, the more must speak."""
     decide_every_steps: int = 4
+    decision_ms: float = 1.5
+    """Of the host, which may take no more than this share of the time: a small model's steps take a millisecond."""
+    decision_share: float = 0.08
     hearing_windows: int = 1
     longest_hearing_steps: int = 6
     usual_hearing_steps: int = 3
@@ -50,6 +53,8 @@ class Work:
     hearing: Hearing | None = None
     step: int = 0
     decided_at: int = -100
+    paid_every_steps: int = 0
+    """A decision in so many steps costs the host little enough."""
     deepened_at: int = 0
     alarmed: bool = False
     heard_at: dict[str, int] = field(default_factory=dict)

@@ -22,12 +22,10 @@ def text_of(runs: list[int], late: bool = False) -> RecentText:
     return text
 
 
-def cost_ms(arm: Arm) -> float:
-    return 1.0 if arm == OFF else 2.0
-
-
 def rate(text: RecentText, usual: Arm, echo: Arm, tokens: float = 3.0) -> float:
-    return text.rate(Policy(usual, echo), cost_ms, lambda *_: tokens)
+    costs = {arm: 1.0 if arm == OFF else 2.0 for arm in (usual, echo)}
+    policy = Policy(usual, echo)
+    return text.rates([policy], costs, lambda *_: tokens)[policy]
 
 
 def test_plain_and_copies_are_counted() -> None:

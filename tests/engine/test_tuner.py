@@ -202,6 +202,19 @@ def test_other_contexts_begin_with_what_is_known() -> None:
     assert far[OFF] == pytest.approx(near[OFF] / 2, rel=0.02) and far["mtp", 5] < near["mtp", 5]
 
 
+@pytest.mark.parametrize(("step_ms", "fewest", "most"), [(1.0, 8, 30), (50.0, 60, 110)])
+def test_quick_steps_are_decided_about_seldom(step_ms: float, fewest: int, most: int) -> None:
+    """A decision takes the host a millisecond or more, as long as such a step."""
+    tuner, sequence = Tuner({"mtp": 3}), Sequence(1, request())
+    decided = set()
+    for at in range(400):
+        method, depth = tuner.choose(sequence, 1)
+        tuner.see_window(sequence, 1, (method, depth), (method,) * depth, min(depth, 2))
+        tuner.see_step(at, 1 + depth, [(method, depth)], 0.1 * step_ms * depth, step_ms)
+        decided.add(tuner.work_of(sequence.phase, 1).decided_at)
+    assert fewest <= len(decided) <= most
+
+
 def test_settings_are_kept() -> None:
     assert Tuner({}, TunerSettings(margin=0.5)).settings.margin == 0.5
     assert Tuner({}).choose(Sequence(1, request()), 1) == OFF
