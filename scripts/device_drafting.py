@@ -103,20 +103,21 @@ class _Run:
         plan, by_depth = self._plan, self.document["mtp"]
         with running(self._model, self._ops, self._drafters, plan, PUBLISHED_MTP) as parts:
             for depth in plan.depths:
-                found = timed(parts, plan, "mtp", depth)
-                floor_ms = depth * self._draft_bytes / self._read_rate * 1e3
-                found["draft_over_floor"] = round(found["draft_ms"] / floor_ms, 3)
-                by_depth[str(depth)] = found
-                self._figure("draft_over_floor", max(each["draft_over_floor"] for each in by_depth.values()))
+                by_depth[str(depth)] = found = timed(parts, plan, "mtp", depth)
                 self._say(f"mtp {depth}", found)
                 if depth == plan.depths[0] and self._ops.device.type == "cuda":
                     self.document["kernels"] = proposal_kernels(parts, plan, depth)
                     self._say("kernels", self.document["kernels"])
             self.document["plain"] = timed(parts, plan, "off", None)
             self._say("plain", self.document["plain"])
-            for found in by_depth.values():
-                found["over_plain"] = round(found["tok_per_s"] / self.document["plain"]["tok_per_s"], 3)
+            plain = self.document["plain"]
+            for depth in plan.depths:
+                found, floor_ms = by_depth[str(depth)], depth * self._draft_bytes / self._read_rate * 1e3
+                found["over_plain"] = round(found["tok_per_s"] / plain["tok_per_s"], 3)
+                # Plain steps replay a proposal of nothing, between the same marks of the clock.
+                found["draft_over_floor"] = round((found["draft_ms"] - plain["draft_ms"]) / floor_ms, 3)
             self._figure("mtp_over_plain", max(found["over_plain"] for found in by_depth.values()))
+            self._figure("draft_over_floor", max(found["draft_over_floor"] for found in by_depth.values()))
 
     def at_length_3_2(self) -> None:
         """Three drafts of which 2.2 stand."""
