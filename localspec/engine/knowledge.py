@@ -109,8 +109,7 @@ class Knowledge:
 
     def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """Expected tokens per millisecond of a sequence, for every choice whose cost can be told."""
-        costs = self.step_ms(phase, num_active, bucket)
-        return {arm: self.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
+        return self.prices(phase, num_active, bucket).rates()
 
     def step_ms(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """Expected milliseconds of a step in which all of so many sequences have the same choice; unknown ones left
@@ -130,6 +129,10 @@ class Knowledge:
                 verified = verify[whole] + (place - whole) * (verify[min(whole + 1, MAX_ROWS)] - verify[whole])
                 found[arm] = verified + draft[depth]
         return found
+
+    def prices(self, phase: str, num_active: int, bucket: int) -> Prices:
+        """See `Prices`."""
+        return Prices(self, phase, num_active, self.step_ms(phase, num_active, bucket))
 
     def arms(self, num_active: int) -> list[Arm]:
         """Every choice with drafts that fits the rows of a step, shared alike."""
@@ -224,6 +227,34 @@ class Knowledge:
         """The first part of a chain spoke and might have said `depth` drafts, or stayed silent (0)."""
         self.speech_of(f"{part}!", phase).see(depth > 0)
         return bool(depth) and self.acceptance_of(f"{part}!", phase).see(depth, accepted)
+
+
+class Prices:
+    """What one decision goes by, each figure told once: `costs`, milliseconds of a step by choice, empty where none can
+    be told, and the tokens of a window."""
+
+    def __init__(self, known: Knowledge, phase: str, num_active: int, costs: dict[Arm, float]) -> None:
+        self.costs = costs
+        self.phase = phase
+        self._known, self._num_active = known, num_active
+        self._tokens: dict[tuple[Arm, int], float] = {}
+        self._by_method: dict[str, dict[int, float]] = {}
+        for (method, depth), ms in costs.items():
+            self._by_method.setdefault(method, {})[depth] = ms
+
+    def of_method(self, method: str) -> dict[int, float]:
+        """Milliseconds of a step by depth."""
+        return self._by_method.get(method, {})
+
+    def tokens(self, arm: Arm, num_active: int = 1) -> float:
+        """See `Knowledge.tokens`."""
+        if (arm, num_active) not in self._tokens:
+            self._tokens[arm, num_active] = self._known.tokens(*arm, self.phase, num_active)
+        return self._tokens[arm, num_active]
+
+    def rates(self) -> dict[Arm, float]:
+        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told."""
+        return {arm: self.tokens(arm, self._num_active) / ms for arm, ms in self.costs.items()}
 
 
 def _part_of(parts: Sequence[str], origin: str) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from localspec.core.records import MAX_ROWS
 from localspec.engine.confidence import RowBudget
-from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt
+from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt, Prices
 from localspec.engine.step_costs import OFF, Arm, Mean
 from localspec.engine.text_replay import Policy, RecentText, in_question
 from localspec.engine.tuner_work import Hearing, Kept, TunerSettings, Work
@@ -213,10 +213,10 @@ class Tuner:
 
     def due_in(self, method: str, phase: str, num_active: int, bucket: int) -> int:
         """Steps until a method that is not in use is heard; 0 or less: now."""
-        costs = self.known.step_ms(phase, num_active, bucket)
+        prices = self.known.prices(phase, num_active, bucket)
         work = self.work_of(phase, num_active)
         return (
-            self._interval(work, method, phase, costs)
+            self._interval(work, method, prices)
             + work.heard_at.get(method, -self.settings.longest_interval_steps)
             - work.step
         )
@@ -252,13 +252,14 @@ class Tuner:
         if not work.alarmed and work.step - work.decided_at < interval:
             return
         work.alarmed, work.decided_at = False, work.step
-        costs = self.known.step_ms(phase, num_active, bucket)
-        if costs:
-            work.paid_every_steps = math.ceil(self.settings.decision_ms / (self.settings.decision_share * costs[OFF]))
-        rates = {arm: self.known.tokens(*arm, phase, num_active) / ms for arm, ms in costs.items()}
-        if not self._keep_best_replayed(work, phase, num_active, costs, rates):
+        prices = self.known.prices(phase, num_active, bucket)
+        if prices.costs:
+            paid_ms = self.settings.decision_ms / self.settings.decision_share
+            work.paid_every_steps = math.ceil(paid_ms / prices.costs[OFF])
+        rates = prices.rates()
+        if not self._keep_best_replayed(work, phase, num_active, prices.costs, rates):
             self._keep_best(work, rates)
-        due = self._due(work, phase, num_active, bucket, costs)
+        due = self._due(work, num_active, bucket, prices)
         if due is not None:
             left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
             work.hearing = Hearing(due, left, self.settings.hearing_windows)
@@ -321,7 +322,7 @@ class Tuner:
         gain = rate / plain if plain else 1.0
         self.reason = f"measured ×{gain:.2f} of plain" if work.current != OFF else "plain is fastest here"
 
-    def _due(self, work: Work, phase: str, num_active: int, bucket: int, costs: dict[Arm, float]) -> Arm | None:
+    def _due(self, work: Work, num_active: int, bucket: int, prices: Prices) -> Arm | None:
         """Who is heard now: plain decoding and methods whose cost nobody knows first."""
         if num_active not in self.known.costs_of(bucket).verify and not self.known.verify_curve(bucket):
             return OFF
@@ -334,46 +335,44 @@ class Tuner:
                 return method, min(3, limit, room)
             if method == in_use:
                 continue
-            interval = self._interval(work, method, phase, costs)
+            interval = self._interval(work, method, prices)
             if work.step - work.heard_at.get(method, -interval) >= interval:
-                return method, self._hearing_depth(method, phase, costs)
-        return self._deeper(work, phase, costs)
+                return method, self._hearing_depth(method, prices)
+        return self._deeper(work, prices)
 
-    def _deeper(self, work: Work, phase: str, costs: dict[Arm, float]) -> Arm | None:
+    def _deeper(self, work: Work, prices: Prices) -> Arm | None:
         """One draft more than now, where that might win for all that is known of it."""
         method, depth = work.current
-        deeper = method, depth + 1
+        deeper, costs = (method, depth + 1), prices.costs
         if not depth or deeper not in costs or work.step - work.deepened_at < self.settings.deepen_every_steps:
             return None
-        tokens = [self.known.tokens(method, n, phase, work.num_active) for n in (depth - 1, depth)]
-        known = self.known.acceptance_of(method.split("+")[-1], phase)
+        tokens = [prices.tokens((method, n), work.num_active) for n in (depth - 1, depth)]
+        known = self.known.acceptance_of(method.split("+")[-1], prices.phase)
         hoped = tokens[1] + (tokens[1] - tokens[0]) * min(known.rate(depth) + known.bonus(depth), 0.98)
         if hoped / costs[deeper] <= tokens[1] / costs[work.current]:
             return None
         work.deepened_at = work.step
         return deeper
 
-    def _interval(self, work: Work, method: str, phase: str, costs: dict[Arm, float]) -> int:
+    def _interval(self, work: Work, method: str, prices: Prices) -> int:
         """Steps between two hearings: what one loses, over the share of time that may be lost. Where even drafts that
         are all right could not win, there is hardly ever one."""
         settings = self.settings
-        own = {depth: ms for (name, depth), ms in costs.items() if name == method}
-        if work.current not in costs or not own:
+        own = prices.of_method(method)
+        if work.current not in prices.costs or not own:
             return settings.shortest_interval_steps
-        rate = self.known.tokens(*work.current, phase, work.num_active) / costs[work.current]
+        rate = prices.tokens(work.current, work.num_active) / prices.costs[work.current]
         if max((1 + depth) / ms for depth, ms in own.items()) < rate:
             return settings.hopeless_interval_steps
-        depth = self._hearing_depth(method, phase, costs)
-        loss = (
-            max(1.0 - self.known.tokens(method, depth, phase) / own[depth] / rate, 0.05) * settings.usual_hearing_steps
-        )
+        depth = self._hearing_depth(method, prices)
+        loss = max(1.0 - prices.tokens((method, depth)) / own[depth] / rate, 0.05) * settings.usual_hearing_steps
         longest, shortest = settings.longest_interval_steps, settings.shortest_interval_steps
         return int(min(max(loss / settings.hearing_share, shortest), longest))
 
-    def _hearing_depth(self, method: str, phase: str, costs: dict[Arm, float]) -> int:
+    def _hearing_depth(self, method: str, prices: Prices) -> int:
         """The depth that loses least."""
-        own = {depth: ms for (name, depth), ms in costs.items() if name == method}
-        return max(own, key=lambda depth: self.known.tokens(method, depth, phase) / own[depth])
+        own = prices.of_method(method)
+        return max(own, key=lambda depth: prices.tokens((method, depth)) / own[depth])
 
     def _alarm(self, phase: str) -> None:
         """The work has changed: decide at once, and hear the others soon."""
