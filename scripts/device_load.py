@@ -332,7 +332,7 @@ def _within(name: str, found: dict[str, Any], disk_gb_per_s: float) -> dict[str,
         held["load"] = found["load_gb_per_s"] >= 0.7 * disk_gb_per_s
         held["start"] = found["beside_reading_s"] <= (90 if name == "first" else 10)
     if "memory" in found and "driver" in found["memory"]:
-        held["card"] = found["memory"]["driver"] <= found["bar_gib"]
+        held["card"] = max(found[key]["driver"] for key in ("memory_alone", "memory")) <= found["bar_gib"]
         held["host"] = found["memory"]["VmHWM"] - found["memory"]["table"] < 4
         held["idle"] = max(found[key]["idle"] for key in ("alone", "beside_posts") if key in found) <= 0.03
     return held

@@ -66,8 +66,8 @@ class ColdPages:
         for pair in self._pairs.values():
             for pages, host in zip(pair.pages, pair.host, strict=True):
                 host[self._count].copy_(pages[page], non_blocking=True)
-        self._cold[slot, table_index] = 1
-        self._places[slot, table_index] = self._count
+        self._cold[slot, table_index].fill_(1)
+        self._places[slot, table_index].fill_(self._count)
         self._count += 1
 
     def leave(self, slot: int) -> None:
@@ -150,8 +150,8 @@ class OverflowSlot:
         for index in range(self._mapped, -(-end_tokens // PAGE_TOKENS)):
             page, leaving = self._pages.page(index), index - len(self._pages.ring)
             cold.move_out(self.slot, leaving, page)
-            block_tables[self.slot, leaving] = 0
-            block_tables[self.slot, index] = page
+            block_tables[self.slot, leaving].fill_(0)
+            block_tables[self.slot, index].fill_(page)
             self._mapped = index + 1
 
     def go_on(self, slot: int, cold: ColdPages) -> list[int]:

@@ -26,6 +26,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    fp4_prompts_option,
     kv_cache_option,
     learn_option,
     model_option,
@@ -52,6 +53,7 @@ GROUP_S = 0.12
 @context_option
 @device_option
 @kv_cache_option
+@fp4_prompts_option
 @offline_option
 @learn_option
 @click.option("--private", is_flag=True, help="Write nothing of this chat to the disk.")
@@ -120,7 +122,9 @@ def _make_room(config: Settings, options: dict[str, Any], key: str) -> None:
         return
     state = (None if found.is_starting else engine_state(found, key)) or {}
     device, arguments = options["device"], engine_arguments(found)
-    differ = differences(wanted, options["context"], device, arguments, state, options["kv_cache"])
+    differ = differences(
+        wanted, options["context"], device, arguments, state, options["kv_cache"], options["fp4_prompts"]
+    )
     if not differ:
         return
     metrics = state.get("metrics", {})
@@ -156,6 +160,7 @@ def _serve_arguments(config: Settings, options: dict[str, Any]) -> list[str]:
         if options[name] is not None:
             arguments += [f"--{name}", str(options[name])]
     arguments += [] if options["learn"] else ["--no-learn"]
+    arguments += ["--experimental-fp4-prompts"] if options["fp4_prompts"] else []
     return [*arguments, *(["--offline"] if options["offline"] else [])]
 
 

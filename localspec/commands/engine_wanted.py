@@ -13,6 +13,7 @@ def differences(
     arguments: Sequence[str],
     state: Mapping[str, Any],
     kv_cache: str = "auto",
+    fp4_prompts: bool = False,
 ) -> list[str]:
     """What a running engine has that was explicitly asked otherwise, each in a few words; empty if it fits.
 
@@ -37,6 +38,8 @@ def differences(
     has_cache = _value(arguments, "--kv-cache") or "auto"
     if kv_cache not in ("auto", has_cache):
         found.append(f"the cache type {has_cache}")
+    if fp4_prompts and "--experimental-fp4-prompts" not in arguments:
+        found.append("prompts that are not read in FP4")
     return found
 
 

@@ -49,6 +49,12 @@ kv_cache_option = click.option(
     type=click.Choice(["auto", "fp8", "bf16"]),
     help="How keys and values are kept. auto: fp8 on a card if the model's keys are normed, else as computed.",
 )
+fp4_prompts_option = click.option(
+    "--experimental-fp4-prompts",
+    "fp4_prompts",
+    is_flag=True,
+    help="On RTX 50, RTX PRO Blackwell and B200: read prompts with NVFP4 weights and rows in FP4. Changes answers.",
+)
 device_option = click.option(
     "--device", default="auto", show_default=True, callback=check_device, help="auto, cpu, cuda or cuda:N."
 )

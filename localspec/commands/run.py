@@ -17,6 +17,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    fp4_prompts_option,
     json_option,
     kv_cache_option,
     learn_option,
@@ -33,6 +34,7 @@ from localspec.commands.options import (
 @context_option
 @device_option
 @kv_cache_option
+@fp4_prompts_option
 @offline_option
 @learn_option
 @json_option
@@ -60,6 +62,7 @@ def run(**options: Any) -> None:
             ngram_dir=config.paths.ngram_dir,
             ngram_learn=options["learn"],
             kv_cache=options["kv_cache"],
+            fp4_prompts=options["fp4_prompts"],
             checks_dir=config.paths.cache_dir,
             tuner_dir=config.paths.tuner_dir,
         ),

@@ -25,6 +25,7 @@ from localspec.commands.options import (
     depth_option,
     device_option,
     drafter_option,
+    fp4_prompts_option,
     kv_cache_option,
     learn_option,
     model_option,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @context_option
 @device_option
 @kv_cache_option
+@fp4_prompts_option
 @offline_option
 @learn_option
 @click.option("--for-chat", is_flag=True, hidden=True, help="Started by chat: announce the address in the data folder.")
@@ -82,6 +84,7 @@ def serve(**options: Any) -> None:
             ngram_learn=options["learn"],
             kv_dir=config.paths.kv_dir,
             kv_cache=options["kv_cache"],
+            fp4_prompts=options["fp4_prompts"],
             checks_dir=config.paths.cache_dir,
             tuner_dir=config.paths.tuner_dir,
         ),

@@ -46,6 +46,7 @@ from localspec.engine.warm_up import warm_up
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.hub.fit import keeps_fp8
+from localspec.kernels.fp4_prompts import Fp4Prompts
 from localspec.kernels.ops import Ops
 from localspec.kernels.table import choose
 from localspec.models import Model, architecture
@@ -86,6 +87,8 @@ class EngineOptions:
     """Where finished conversations are kept for their next turn; None keeps them in memory only."""
     kv_cache: str = "auto"
     """How keys and values are kept, one of CACHE_DTYPES; `auto`: fp8 on a card where the model's keys are normed."""
+    fp4_prompts: bool = False
+    """Multiply the rows of prompts as FP4, on cards that can; experimental, and it changes answers."""
     checks_dir: Path | None = None
     """Where it is remembered that this card's kernels were tested; None tests them at every start."""
     memory_limit_bytes: int | None = None
@@ -158,6 +161,8 @@ def load_model(
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     options = options or EngineOptions(device)
     ops.cache_dtype = cache_dtype(ops, options.kv_cache, keeps_fp8(folder))
+    if options.fp4_prompts:
+        _take_fp4(ops)
     check_kernels(ops, options.checks_dir, report)
     try:
         planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
@@ -173,6 +178,16 @@ def load_model(
         report("reading weights")
         checkpoint = open_checkpoint(folder)
         return architecture(config["model_type"]).load(config, checkpoint, ops), ops, checkpoint
+
+
+def _take_fp4(ops: Ops) -> None:
+    if not isinstance(ops, Fp4Prompts):
+        raise EngineError(
+            "machine_cannot",
+            f"{ops.device} does not multiply FP4, cards of compute capability 10 and 12 do; "
+            "leave --experimental-fp4-prompts out",
+        )
+    ops.fp4_prompts = True
 
 
 def cache_dtype(ops: Ops, kv_cache: str, holds_fp8: bool = True) -> torch.dtype:

@@ -125,8 +125,8 @@ class DeviceStep(Protocol):
         ...
 
     def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
-        """Run the next layers of a chunk, after which drafters see it, which counts as a layer more: it may take longer
-        than one. Whether they have."""
+        """Run the next layers of a chunk. With none left drafters see it, which counts as a layer more and is a part of
+        its own unless more layers were asked for than there are. Whether they have seen it."""
         ...
 
 
@@ -216,10 +216,10 @@ class EagerStep:
         return self.runner.begin_prefill(plan)
 
     def advance_prefill(self, reading: Reading, num_layers: int) -> bool:
-        left = self.runner.model.num_layers - reading.num_done
+        at_once, left = self.runner.model.num_layers, self.runner.model.num_layers - reading.num_done
         if left:
             reading.forward = self.runner.advance_prefill(reading, num_layers)
-        if reading.forward is not None and num_layers > left:
+        if reading.forward is not None and (not left or num_layers > at_once):
             self.drafters.observe(reading.rows, reading.forward, self.runner.state)
             reading.seen = True
         return reading.seen

@@ -59,7 +59,9 @@ def build_key(ops: Ops) -> str:
     """Names everything that a result of the test depends on."""
     reading = read_gpus()
     card = torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else "cpu"
-    return f"{card}, driver {reading.driver_version}, torch {torch.__version__}, {ops.name} {_sources()}"
+    return (
+        f"{card}, driver {reading.driver_version}, torch {torch.__version__}, {ops.name}, {ops.arithmetic} {_sources()}"
+    )
 
 
 def _sources() -> str:

@@ -248,12 +248,13 @@ class DecodeLoop:
 
     def _count_prefills(self) -> None:
         pace = self._scheduler.pace
-        for plan, num_layers, ms in self._prefills.landed():
-            num_tokens = plan.end_tokens - plan.start_tokens
-            self.tiers.see_prefill(num_tokens * num_layers // pace.num_layers, ms)
-            pace.see_layers(num_tokens, num_layers, ms)
-            if plan.sequence_id in self._tickets:
-                self._tickets[plan.sequence_id].clock.prefill_ms += ms
+        for part in self._prefills.landed():
+            num_tokens = part.plan.end_tokens - part.plan.start_tokens
+            if part.chunk_ms is not None:
+                self.tiers.see_prefill(num_tokens, part.chunk_ms)
+            pace.see_layers(num_tokens, part.num_layers, part.ms)
+            if part.plan.sequence_id in self._tickets:
+                self._tickets[part.plan.sequence_id].clock.prefill_ms += part.ms
 
     def _verify(self, plan: VerifyPlan) -> None:
         # Masks depend on what the step before said, which lands while this one's forward pass runs.

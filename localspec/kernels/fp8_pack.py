@@ -12,6 +12,7 @@ Block scales become a table [K / 128, rows / 8]: eight packed rows always share 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,12 @@ def decode_words(words: Tensor) -> Tensor:
         sign = words >> (19 if half == 0 else 3) & 1
         codes.append((h >> 11 & 15) << 3 | (h & 7) | sign << 7)
     return torch.stack(codes, dim=-1).to(torch.uint8)
+
+
+def stackable(parts: Sequence[Fp8Weight]) -> bool:
+    """Parts with scales a block stack only at multiples of 128 rows, and only among themselves."""
+    blocked = [part.block_scale is not None for part in parts]
+    return not any(blocked) or (all(blocked) and all(part.shape[0] % 128 == 0 for part in parts[:-1]))
 
 
 def pack_fp8(weight: Fp8Weight, tile_rows: int = 128, gated: bool = False) -> PackedFp8:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from localspec.kernels.backends.reference import ReferenceOps
+from localspec.kernels.fp4_prompts import Fp4Prompts, fp4_product
 from localspec.kernels.fp8_pack import quantise_fp8
-from localspec.kernels.nvfp4_pack import quantise_nvfp4
+from localspec.kernels.nvfp4_pack import Nvfp4Weight, quantise_nvfp4
 from localspec.kernels.ops import PAGE_TOKENS, Epilogue, GdnInputs, GdnState, GdnWeights, Norm, Ops, Paging
 from localspec.kernels.self_test_drafting import drafting_error, worst
 from localspec.kernels.weights import DenseWeight, LogicalWeight
@@ -141,9 +142,17 @@ class _Test:
         errors = [
             self._linear(gate_up, x, norm, "silu_mul", None),
             self._linear([down], x[:8], None, "residual", residual[:8]),
-            self._linear([down], self._bf16(256, columns), norm, "none", None),
+            self._prompt_linear(down, norm),
         ]
         return worst(errors)
+
+    def _prompt_linear(self, weight: LogicalWeight, norm: Norm) -> float:
+        """A chunk of a prompt, which a back end may multiply as FP4."""
+        x, ops = self._bf16(256, weight.shape[1]), self._ops
+        if not (isinstance(ops, Fp4Prompts) and ops.fp4_prompts and isinstance(weight, Nvfp4Weight)):
+            return self._linear([weight], x, norm, "none", None)
+        found = ops.linear(x.to(self._device), ops.pack([weight]), _moved(norm, self._device))
+        return _error(found, fp4_product(self._reference.rms_norm(x.float(), norm).bfloat16(), weight))
 
     def _linear(
         self, parts: list[LogicalWeight], x: Tensor, norm: Norm | None, epilogue: Epilogue, residual: Tensor | None
@@ -225,7 +234,8 @@ class _Test:
 
     def gdn_window(self) -> float:
         """A window of four rows with three pending ones of the window before, its records, and the fold after it."""
-        weights, state = self._gdn((2, 4, 64, 64))
+        # So many values that two programs share a head.
+        weights, state = self._gdn((2, 4, 64, 128))
         inputs = self._gdn_inputs(weights, "verify", 4, pending=3)
         return self._gdn_case(inputs, weights, state, fold=4)
 

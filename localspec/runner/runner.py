@@ -32,7 +32,8 @@ class VerifyOutput:
 
 @dataclass
 class Reading:
-    """A chunk of a prompt on its way through the layers. forward: once all have run; seen: by the drafters too."""
+    """A chunk of a prompt on its way through the layers. Whoever advances it sets forward, once all have run, and seen,
+    once the drafters were shown it."""
 
     plan: PrefillPlan
     rows: Rows

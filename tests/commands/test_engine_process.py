@@ -221,3 +221,9 @@ def test_another_cache_type_is_another_engine() -> None:
     assert differences(*nothing_else, [], {}, "fp8") == ["the cache type auto"]
     assert not differences(*nothing_else, ["--kv-cache", "fp8"], {}, "fp8")
     assert not differences(*nothing_else, ["--kv-cache", "bf16"], READY, "auto")
+
+
+def test_prompts_in_fp4_are_asked_of_an_engine_that_was_started_so() -> None:
+    flag, asked = "--experimental-fp4-prompts", (None, None, "auto")
+    assert differences(*asked, [], READY, fp4_prompts=True) == ["prompts that are not read in FP4"]
+    assert not differences(*asked, [flag], READY, fp4_prompts=True) and not differences(*asked, [flag], READY)

@@ -1,7 +1,8 @@
 """Decoding on a card never waits for it but at the one event of the result ring: PyTorch is told to refuse all else.
 
-Each case decodes twice. The first time kernels compile and graphs are captured; the second time, from the third step to
-shortly before the end, an operation that synchronises raises, which ends the request with that error.
+Nor do the layers of a prompt's chunk, once it has begun. Each case decodes twice. The first time kernels compile and
+graphs are captured; the second time, from the third step to shortly before the end, an operation that synchronises
+raises, which ends the request with that error.
 """
 
 from __future__ import annotations

@@ -61,7 +61,43 @@ def test_tokens_do_not_depend_on_who_reads_beside(machine: Machine) -> None:
     assert facts(items) == facts(alone)
 
 
-def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: Machine) -> None:
+def test_drafters_see_each_chunk_once_in_a_part_of_its_own(machine: Machine) -> None:
+    with machine.engine_without() as parts:
+        one_layer_at_a_time(parts)
+        device, drafters = parts.loop.stages.device, parts.loop.stages.drafters
+        advance, observe = device.advance_prefill, drafters.observe
+        ran: list[tuple[int, int, bool]] = []
+        seen: list[str] = []
+
+        def advanced(reading: Any, num_layers: int) -> bool:
+            before = reading.num_done
+            ended = advance(reading, num_layers)
+            ran.append((before, reading.num_done, ended))
+            return ended
+
+        def observed(rows: Any, *others: Any) -> None:
+            seen.append(rows.kind)
+            observe(rows, *others)
+
+        device.advance_prefill = advanced  # type: ignore[method-assign]
+        drafters.observe = observed  # type: ignore[method-assign]
+        stream, long = Collected(), Collected()
+        parts.loop.submit(make_request(prompt_ids(1, 30), max_tokens=900), stream.see)
+        wait(lambda: len(stream.token_ids) > 0)
+        ran.clear()
+        seen.clear()
+        ticket = parts.loop.submit(make_request(prompt_ids(2, 700), max_tokens=2), long.see)
+        assert long.done.wait(60) and ticket.sequence is not None
+        ends = [before for before, _, ended in ran if ended]
+        assert len(ends) == seen.count("prefill") >= 3
+        # The last chunk may be read after the stream has ended, at once.
+        assert ends[:-1] == [machine.model.num_layers] * (len(ends) - 1)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: Machine, at_the_end: bool) -> None:
+    """Also when all layers have run and the drafters have not seen the chunk."""
+    num_layers = machine.model.num_layers
     long = prompt_ids(2, 700)
     with machine.engine_without() as parts:
         [alone] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
@@ -75,7 +111,9 @@ def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: M
 
         def in_the_middle() -> None:
             reading = parts.loop._prefills._open
-            if reading is not None and reading.plan.start_tokens >= 256 and gone.sequence is not None:
+            if reading is None or (reading.num_done == num_layers) != at_the_end:
+                return
+            if reading.plan.start_tokens >= 256 and gone.sequence is not None:
                 assert gone.sequence.stage is Stage.PREFILL
                 half.append(reading.num_done)
                 parts.loop.cancel(gone)
@@ -85,7 +123,7 @@ def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: M
             return bool(half)
 
         wait(tried)
-        assert leaving.done.wait(20) and 0 < half[0] < machine.model.num_layers
+        assert leaving.done.wait(20) and 0 < half[0] <= num_layers
         wait(lambda: parts.metrics.snapshot().prefill_total_tokens == 0)
         [again] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
         assert again.cached_tokens % 256 == 0, "what was read whole is found, what was read in half is not"

@@ -5,6 +5,7 @@ Shapes are those of the 27B hybrid. Both cores are used, because 80-odd compilat
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.torch
 
 TARGETS = (80, 86, 89, 90, 100, 120)
+FP4_TARGETS = (100, 120)
 SMALL_SHARED_BYTES = 99 * 1024
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Spills that were measured to be faster than the tile without them: kernel, target, stack bytes.
@@ -105,6 +107,8 @@ _PROBED = {f"{name}_ptr": INT64 for name in ("history", "lengths", "depths", "wo
 _PROBED |= {f"{name}_ptr": INT64 for name in ("speaks", "orders", "tokens", "tables", "counts")} | {"bytes_ptr": BYTES}
 _PROBED |= {"mix_first": "i64", "mix_second": "i64", "last_factor": "i64"}
 _PROBE_FORM = {"ORDERS": 2, "FIRST_TAG": 12, "SECOND_TAG": 16, "TAIL": 16, "RECORD": 64, "FIRST_BYTE": 22, "WIDTH": 16}
+_PLAIN = {f"{name}_ptr": BYTES for name in ("x", "x_scales", "w_scales", "codes", "scales")}
+_PLAIN |= {"w_ptr": INT32, "out_ptr": BF16, "factor": "fp32"}
 _COUNTERS = {f"{name}_ptr": INT64 for name in _COUNTED} | {"frozen_ptr": BYTES}
 
 
@@ -252,6 +256,17 @@ CASES = (
     ),
     Case("waiting_rows", "keep_newest_kernel", _DRAFTED | _KEPT, _NEWEST_FORM, 16, by_target=_DEPENDENT),
     Case("ngram_probe", "table_drafts_kernel", _PROBED, _PROBE_FORM, 1, targets=(80, 90)),
+    Case(
+        "fp4_prompts", "plain_codes_kernel", _PLAIN, {"TILE_ROWS": 128, "ROWS": 16, "GATED": True}, targets=FP4_TARGETS
+    ),
+    Case("fp4_prompts", "quantise_rows_kernel", _PLAIN | {"x_ptr": BF16}, {"COLUMNS": 1024}, targets=FP4_TARGETS),
+    Case(
+        "fp4_prompts",
+        "fp4_matmul_kernel",
+        _PLAIN | {"w_ptr": BYTES},
+        {"TILE_ROWS": 128, "TILE": 64},
+        targets=FP4_TARGETS,
+    ),
     Case("settle", "window_rows_kernel", _COUNTERS, {"ROWS": 16}, 1),
     Case("settle", "settle_kernel", _COUNTERS, {"COLUMNS": 16, "STOPS": 16, "STOPS_PADDED": 16}, 1),
     Case(
@@ -304,6 +319,16 @@ def test_attention_decodes_its_cache_in_registers(target: int, conversions: int)
     assert ptx.count("st.shared") + ptx.count("stmatrix") <= 25
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == conversions
     assert ptx.count("mma.sync") == 104
+
+
+@pytest.mark.parametrize("target", FP4_TARGETS)
+def test_prompts_in_fp4_use_the_card_s_own_product(target: int) -> None:
+    """Both sides in FP4 with a scale for each 16 values, not decoded to something wider first."""
+    case = next(case for case in CASES if case.kernel == "fp4_matmul_kernel")
+    products = re.findall(r"(?:mma\.sync|tcgen05\.mma)[\w.:]*", compiled(case, target).asm["ptx"])
+    # One modifier, spelled in two ways by the versions of PTX.
+    own = re.compile(r"kind::mxf4nvf4\.block_scale\.(scale_vec::4X|block16)")
+    assert products and all(own.search(each) for each in products)
 
 
 def test_every_kernel_fits_every_card() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from localspec.kernels.compat import version_problem
 from localspec.kernels.draft_rows import DraftNote, KeptRows, NewestRows, Rounds, SeenRows, SlotTexts, TakenRows
-from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8
+from localspec.kernels.fp8_pack import Fp8Weight, PackedFp8, pack_fp8, stackable
 from localspec.kernels.ngram_probe import NgramProbe, TableDrafts
 from localspec.kernels.nvfp4_pack import BLOCK, Nvfp4Weight, PackedNvfp4, pack_small_m
 from localspec.kernels.nvfp4_summands import nvfp4_summands
@@ -120,7 +120,7 @@ class TritonOps:
         fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if len(nvfp4) == len(parts):
             return self._pack_nvfp4(nvfp4, gated)
-        if len(fp8) == len(parts) and _stackable(fp8):
+        if len(fp8) == len(parts) and stackable(fp8):
             return self._pack_fp8(fp8, gated)
         matrices = [part.dequantise().to(self.device, torch.bfloat16) for part in parts]
         return DenseMatrix(torch.cat(matrices).contiguous(), gated)
@@ -341,7 +341,7 @@ class TritonOps:
         share = 2 if weight.gated else 1
         out = torch.empty(rows.shape[0], weight.shape[0] // share, dtype=dtype, device=self.device)
         for first, last in slices:
-            part = functional.linear(rows, self._unpack(tiles_of(weight, first, last)))
+            part = self._product(rows, tiles_of(weight, first, last))
             begin = first * weight.tile_rows // share
             target = out[:, begin : begin + part.shape[1] // share]
             if weight.gated:
@@ -354,13 +354,19 @@ class TritonOps:
             del part
         return out
 
+    def _product(self, rows: Tensor, weight: PackedNvfp4 | PackedFp8) -> Tensor:
+        """rows [R, K] bf16 -> [R, N] bf16."""
+        return functional.linear(rows, self._unpack(weight))
+
     def _unpack(self, weight: PackedNvfp4 | PackedFp8) -> Tensor:
         """[N, K] bf16 in logical row order, valid until the next call."""
-        values = weight.shape[0] * weight.shape[1]
+        return unpack_bfloat16(weight, self._room(weight.shape[0] * weight.shape[1]).view(weight.shape))
+
+    def _room(self, values: int) -> Tensor:
+        """So many bf16 values where weights are unpacked."""
         if self._unpacked is None or self._unpacked.numel() < values:
-            size = max(values, self._most_unpacked)
-            self._unpacked = torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        return unpack_bfloat16(weight, self._unpacked[:values].view(weight.shape))
+            self._unpacked = torch.empty(max(values, self._most_unpacked), dtype=torch.bfloat16, device=self.device)
+        return self._unpacked[:values]
 
     def _multiprocessors(self) -> int:
         return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 8
@@ -392,9 +398,3 @@ class TritonOps:
             tiles, columns = max(tiles, have.tickets.numel()), max(columns, have.normed.shape[1])
         self._workspace = StreamWorkspace.create(self.device, tiles, columns)
         return self._workspace
-
-
-def _stackable(parts: list[Fp8Weight]) -> bool:
-    """Parts with scales a block stack only at multiples of 128 rows, and only among themselves."""
-    blocked = [part.block_scale is not None for part in parts]
-    return not any(blocked) or (all(blocked) and all(part.shape[0] % 128 == 0 for part in parts[:-1]))

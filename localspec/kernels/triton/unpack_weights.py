@@ -47,7 +47,7 @@ def _nvfp4_pair(word, rotation: tl.constexpr, scale, row_scale):
 
 
 @triton.jit
-def _logical_row(row, half_rows, GATED: tl.constexpr):
+def logical_row(row, half_rows, GATED: tl.constexpr):
     """Packed row -> row of the output: groups of 8 gate rows and their 8 up rows, when gated."""
     if GATED:
         return row // 16 * 8 + row % 8 + ((row // 8) % 2) * half_rows
@@ -88,7 +88,7 @@ def unpack_nvfp4_kernel(
     odd = tl.join(tl.join(f1, f5), tl.join(f3, f7))
     words = tl.reshape(tl.join(even, odd), [ROWS, 128])
     column = (unit % pairs) * 128 + tl.arange(0, 128)
-    target = out_ptr + _logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
+    target = out_ptr + logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
     tl.store(target, words, mask=(row < N)[:, None] & (column < K // 2)[None, :])
 
 
@@ -119,7 +119,7 @@ def unpack_fp8_kernel(
     high = _rounded(c * group * factor) | (_rounded(d * group * factor) << 16)
     words = tl.reshape(tl.join(low, high), [ROWS, 64])
     column = (unit % pairs) * 64 + tl.arange(0, 64)
-    target = out_ptr + _logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
+    target = out_ptr + logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
     tl.store(target, words, mask=(row < N)[:, None] & (column < K // 2)[None, :])
 
 
