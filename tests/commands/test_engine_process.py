@@ -172,7 +172,7 @@ def test_an_engine_can_be_ended_to_make_room(paths: Paths, chat: Chat) -> None:
 
 def test_another_model_asked_ends_an_engine_that_nobody_uses_and_no_other(paths: Paths, chat: Chat) -> None:
     config = Settings(paths, NetworkSettings())
-    asked = {"model": "smollm2-135m", "context": None, "device": "auto", "kv_cache": "auto"}
+    asked = {"model": "smollm2-135m", "context": None, "device": "auto", "kv_cache": "auto", "fp4_prompts": False}
     one = chat()
     until(lambda: answers(paths, one))
     headers = {"x-localspec-key": KEY}
