@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 
 from localspec.kernels.backends.triton_sm80 import TritonOps  # noqa: E402
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging  # noqa: E402
-from localspec.kernels.triton import attention_prefill, gdn  # noqa: E402
+from localspec.kernels.triton import attention_prefill, gdn_window  # noqa: E402
 from localspec.kernels.triton.norm_rope import norm_rope_store  # noqa: E402
 from localspec.kernels.weights import DenseWeight  # noqa: E402
 
@@ -113,15 +113,14 @@ def measure_gdn(ops: TritonOps, figures: dict[str, float]) -> None:
         stack = replace(stack, inputs=replace(stack.inputs, pending_rows=waiting))
         name = f"gdn layer, {num_slots} slots {num_rows} rows {pending} pending"
         figures[name] = time_graph_us(gdn_body(ops, stack)) / GDN_LAYERS
-    usual = gdn.VALUE_BLOCK, gdn.state_warps
+    usual = gdn_window.window_shape
     for block, warps in ((128, 8), (128, 16), (64, 4), (64, 8), (32, 4)):
-        gdn.VALUE_BLOCK = block
-        gdn.state_warps = lambda key_dim, value_dim, warps=warps: warps
+        gdn_window.window_shape = lambda *_, block=block, warps=warps: (block, warps)
         for num_rows in (1, 8):
             time_stack = gdn_body(ops, gdn_stack(1, num_rows))
             name = f"gdn layer, 1 slots {num_rows} rows all pending, {block} values {warps} warps"
             figures[name] = time_graph_us(time_stack) / GDN_LAYERS
-    gdn.VALUE_BLOCK, gdn.state_warps = usual
+    gdn_window.window_shape = usual
 
 
 def gdn_body(ops: TritonOps, stack: GdnStack) -> Callable[[], None]:

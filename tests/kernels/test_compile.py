@@ -42,6 +42,7 @@ class Case:
     """Compiled without contraction, as it is launched."""
 
 
+_WINDOW_FORM = {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "EPS": 1e-6, "ASM": True}
 _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
 _PROJECTED = {"qkv_ptr": BF16, "a_ptr": BF16, "b_ptr": BF16, "conv_ptr": BF16, "z_ptr": BF16, "out_ptr": BF16}
 _HALVES = {"q_ptr": FP16, "k_ptr": FP16, "w_ptr": FP16, "scores_ptr": FP16}
@@ -143,8 +144,15 @@ CASES = (
         "gdn_window",
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "BLOCK_V": 64, "EPS": 1e-6, "ASM": True},
+        _WINDOW_FORM | {"BLOCK_V": 64},
         8,
+        by_target=_DEPENDENT,
+    ),
+    Case(
+        "gdn_window",
+        "gdn_window_kernel",
+        _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
+        _WINDOW_FORM | {"BLOCK_V": 32},
         by_target=_DEPENDENT,
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),

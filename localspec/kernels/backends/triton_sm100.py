@@ -14,6 +14,7 @@ from localspec.kernels.backends import triton_sm80
 from localspec.kernels.fp8_pack import PackedFp8
 from localspec.kernels.nvfp4_pack import BLOCK, PackedNvfp4
 from localspec.kernels.ops import Norm
+from localspec.kernels.triton.cards import multiprocessors
 from localspec.kernels.triton.dense_linear import DenseMatrix
 from localspec.kernels.triton.fp4_prompts import PlainNvfp4, fp4_matmul, plain_codes, quantised_rows
 from localspec.kernels.triton.unpack_weights import tile_slices
@@ -73,7 +74,7 @@ class Sm100Ops(triton_sm80.TritonOps):
             return super()._many_rows(x, weight, norm, residual, bias, dtype)
         rows = self._operand(x, norm)
         if bias is None and residual is None:
-            return self._by_slices(rows, weight, tile_slices(weight, self._multiprocessors()), dtype)
+            return self._by_slices(rows, weight, tile_slices(weight, multiprocessors(self.device)), dtype)
         out = self._fp4_product(rows, weight, torch.float32)
         for added in (bias, residual):
             if added is not None:

@@ -46,6 +46,7 @@ from localspec.kernels.triton import (
     waiting_rows,
 )
 from localspec.kernels.triton.attention_prefill import prefill_attention
+from localspec.kernels.triton.cards import multiprocessors
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear
 from localspec.kernels.triton.stream_launch import Fusion, Prepared, StreamWorkspace, stream_linear
 from localspec.kernels.triton.tilings import tile_rows_for
@@ -108,7 +109,7 @@ class TritonOps:
             packed = self.packed_form(parts, gated)
         if not isinstance(packed, DenseMatrix):
             self._grow_workspace(packed)
-            most = max(last - first for first, last in tile_slices(packed, self._multiprocessors()))
+            most = max(last - first for first, last in tile_slices(packed, multiprocessors(self.device)))
             self._most_unpacked = max(self._most_unpacked, most * packed.tile_rows * packed.shape[1])
         return packed
 
@@ -315,7 +316,7 @@ class TritonOps:
     ) -> Tensor:
         """cuBLAS on the weight in bf16; a residual is added before the one rounding."""
         rows = self._operand(x, norm)
-        slices = tile_slices(weight, self._multiprocessors()) if bias is None and residual is None else []
+        slices = tile_slices(weight, multiprocessors(self.device)) if bias is None and residual is None else []
         if len(slices) > 1 and isinstance(weight, PackedNvfp4 | PackedFp8):
             return self._by_slices(rows, weight, slices, dtype)
         matrix = weight.matrix if isinstance(weight, DenseMatrix) else self._unpack(weight)
@@ -367,9 +368,6 @@ class TritonOps:
         if self._unpacked is None or self._unpacked.numel() < values:
             self._unpacked = torch.empty(max(values, self._most_unpacked), dtype=torch.bfloat16, device=self.device)
         return self._unpacked[:values]
-
-    def _multiprocessors(self) -> int:
-        return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 8
 
     def _pack_nvfp4(self, parts: list[Nvfp4Weight], gated: bool) -> PackedNvfp4:
         whole = Nvfp4Weight(

@@ -13,3 +13,8 @@ def capability_major(device: torch.device) -> int:
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may start while the one before ends (sm_90 and later)."""
     return capability_major(device) >= 9
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of the card; 8 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

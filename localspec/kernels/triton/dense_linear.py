@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localspec.kernels.triton.cards import multiprocessors
+
 MAX_ROWS = 16
 BLOCK_N = 64
 BLOCK_K = 128
@@ -100,7 +102,7 @@ def dense_linear(x: Tensor, weight: DenseMatrix, residual: Tensor | None, bias: 
     if tuple(out.shape) != (num_rows, width) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {(num_rows, width)}, got {tuple(out.shape)}")
     tiles, blocks_of_k = triton.cdiv(n, BLOCK_N), triton.cdiv(k, BLOCK_K)
-    wanted = max(1, min(blocks_of_k, 2 * _multiprocessors(x.device) // tiles))
+    wanted = max(1, min(blocks_of_k, 2 * multiprocessors(x.device) // tiles))
     split_blocks = triton.cdiv(blocks_of_k, wanted)
     splits = triton.cdiv(blocks_of_k, split_blocks)
     parts = torch.empty(splits, num_rows, n, dtype=torch.float32, device=x.device)
@@ -122,7 +124,3 @@ def dense_linear(x: Tensor, weight: DenseMatrix, residual: Tensor | None, bias: 
         num_warps=4,
     )
     return out
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

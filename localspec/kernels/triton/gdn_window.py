@@ -24,13 +24,20 @@ from torch import Tensor
 from localspec.kernels.compat import gdc_launch_dependents, gdc_wait
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
 from localspec.kernels.triton.cards import dependent_launch
-from localspec.kernels.triton.gdn import L2_EPS, check_gdn, fold_rows, norm_and_gate, read_state, softplus, update_state
+from localspec.kernels.triton.gdn import (
+    L2_EPS,
+    check_gdn,
+    fold_rows,
+    norm_and_gate,
+    read_state,
+    softplus,
+    store_values,
+    update_state,
+    window_shape,
+)
 
-VALUE_BLOCK = 64
-"""Values of a head that one program holds; with eight warps 64 are better than 32 with four (scripts/LOG.md)."""
 KEY_INNER = 32
 """Of a key, what eight lanes share."""
-WARPS = 8
 MAX_TAPS = 4
 PADDING_PROGRAMS = tl.constexpr(8)
 
@@ -131,21 +138,6 @@ def keep_columns(
         row = tl.load(qkv_ptr + rows * qkv_stride + channels, mask=rows < count, other=0.0)
         target = conv_ptr + channels * COLUMNS + (TAPS - 1) + rows
         tl.store(target, row.to(conv_ptr.dtype.element_ty), mask=rows < count)
-
-
-@triton.jit
-def store_values(pointers, values, ASM: tl.constexpr):
-    """Store float32 values from where they lie: `tl.store` would first spread them over threads, behind barriers.
-
-    Lanes that hold the same value store it each. ASM: False where the kernel is interpreted.
-    """
-    if ASM:
-        places = pointers.to(tl.int64)
-        tl.inline_asm_elementwise(
-            "st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [places, values], tl.int32, is_pure=False, pack=1
-        )
-    else:
-        tl.store(pointers, values)
 
 
 @triton.jit
@@ -372,7 +364,7 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
         raise ValueError(f"tickets must be {num_slots * (hv + hk)} int32 zeros or more")
     mixed = torch.empty(num_rows, hv, dv, dtype=torch.float32, device=inputs.qkv.device)
     pdl = dependent_launch(inputs.qkv.device)
-    block_v = min(VALUE_BLOCK, dv)
+    block_v, num_warps = window_shape(hv, dv, inputs.qkv.device)
     gdn_window_kernel[(hv * (dv // block_v), num_slots + 1)](
         *(inputs.qkv, inputs.a, inputs.b, inputs.z, weights.conv, weights.a_log, weights.dt_bias, weights.norm),
         *(state.recurrent, state.conv, state.ring_k, state.ring_u, state.ring_decay),
@@ -395,6 +387,6 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
             "PDL": pdl,
             "launch_pdl": pdl,
         },
-        num_warps=WARPS,
+        num_warps=num_warps,
     )
     return out
