@@ -38,8 +38,9 @@ def differences(
     has_cache = _value(arguments, "--kv-cache") or "auto"
     if kv_cache not in ("auto", has_cache):
         found.append(f"the cache type {has_cache}")
-    if fp4_prompts and "--experimental-fp4-prompts" not in arguments:
-        found.append("prompts that are not read in FP4")
+    has_fp4 = "--experimental-fp4-prompts" in arguments
+    if fp4_prompts != has_fp4:
+        found.append("prompts that are read in FP4" if has_fp4 else "prompts that are not read in FP4")
     return found
 
 

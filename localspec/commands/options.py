@@ -53,7 +53,7 @@ fp4_prompts_option = click.option(
     "--experimental-fp4-prompts",
     "fp4_prompts",
     is_flag=True,
-    help="On RTX 50, RTX PRO Blackwell and B200: read prompts with NVFP4 weights and rows in FP4. Changes answers.",
+    help="On RTX 50 and RTX PRO Blackwell: multiply rows of prompts in FP4 where weights are NVFP4. Changes answers.",
 )
 device_option = click.option(
     "--device", default="auto", show_default=True, callback=check_device, help="auto, cpu, cuda or cuda:N."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -46,9 +46,9 @@ from localspec.engine.warm_up import warm_up
 from localspec.formats.checkpoint import FolderCheckpoint, open_checkpoint
 from localspec.hub.corpus import tokenizer_fingerprint
 from localspec.hub.fit import keeps_fp8
-from localspec.kernels.fp4_prompts import Fp4Prompts
+from localspec.kernels.fp4_prompts import FP4_BACKEND, Fp4Prompts
 from localspec.kernels.ops import Ops
-from localspec.kernels.table import choose
+from localspec.kernels.table import Refusal, choose
 from localspec.models import Model, architecture
 from localspec.runner.runner import Runner
 from localspec.sampling.synthetic import SyntheticAcceptance
@@ -156,13 +156,13 @@ def load_model(
     config = with_token_count(read_config(folder), folder)
     try:
         prepare_allocator(resolved := resolve_device(device))
-        ops, _ = choose(resolved)
+        ops, refusals = choose(resolved)
     except ValueError as error:
         raise EngineError("machine_cannot", f"{error}; use --device cpu, or see what the driver says") from error
     options = options or EngineOptions(device)
     ops.cache_dtype = cache_dtype(ops, options.kv_cache, keeps_fp8(folder))
     if options.fp4_prompts:
-        _take_fp4(ops)
+        _take_fp4(ops, refusals)
     check_kernels(ops, options.checks_dir, report)
     try:
         planned = check_before_loading(folder, ops, options.context_tokens, options.memory_limit_bytes)
@@ -180,12 +180,11 @@ def load_model(
         return architecture(config["model_type"]).load(config, checkpoint, ops), ops, checkpoint
 
 
-def _take_fp4(ops: Ops) -> None:
+def _take_fp4(ops: Ops, refusals: Sequence[Refusal]) -> None:
     if not isinstance(ops, Fp4Prompts):
+        reason = next((each.reason for each in refusals if each.backend == FP4_BACKEND), f"{ops.name} has none")
         raise EngineError(
-            "machine_cannot",
-            f"{ops.device} does not multiply FP4, cards of compute capability 10 and 12 do; "
-            "leave --experimental-fp4-prompts out",
+            "machine_cannot", f"Prompts cannot be read in FP4 here: {reason}; leave --experimental-fp4-prompts out."
         )
     ops.fp4_prompts = True
 
@@ -312,7 +311,8 @@ def _keeper(parts: Assembled, place: ModelPlace, device: torch.device, options: 
         return None
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     kept = str(parts.runner.ops.cache_dtype).removeprefix("torch.")
-    build_name = f"localspec {_version()}, torch {torch.__version__}, cache {kept}"
+    arithmetic = parts.runner.ops.arithmetic
+    build_name = f"localspec {_version()}, torch {torch.__version__}, cache {kept}, {arithmetic}"
     store = TunerStore(options.tuner_dir, TunerKey(card, place.id, tuple(parts.tuner.depth_limits), build_name))
     store.restore(parts.tuner)
     return TunerKeeper(parts.tuner, store, parts.loop.call, lambda: parts.metrics.snapshot().verify_steps)

@@ -38,7 +38,7 @@ def check_kernels(ops: Ops, cache_dir: Path | None, report: Report) -> SelfTestR
     if ops.device.type != "cuda":
         return None
     key = build_key(ops)
-    if cache_dir is not None and _passed_before(cache_dir / FILE_NAME, key):
+    if cache_dir is not None and isinstance(_known(cache_dir / FILE_NAME).get(key), dict):
         return None
     report("testing the kernels on this card, once")
     found = self_test.run(ops, ops.device, BUDGET_S)
@@ -46,10 +46,9 @@ def check_kernels(ops: Ops, cache_dir: Path | None, report: Report) -> SelfTestR
         log.info("%s", line)
     if found.failures:
         names = "; ".join(found.failures)
-        raise EngineError(
-            "machine_cannot",
-            f"On this card kernels do not compute what they must ({names}); update the driver, or use --device cpu.",
-        )
+        is_fp4 = {each.group for each in found.results if each.problem} == {self_test.FP4_GROUP}
+        advice = "leave --experimental-fp4-prompts out" if is_fp4 else "update the driver, or use --device cpu"
+        raise EngineError("machine_cannot", f"On this card kernels do not compute what they must ({names}); {advice}.")
     if cache_dir is not None and not found.skipped:
         _remember(cache_dir / FILE_NAME, key, found)
     return found
@@ -79,18 +78,21 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _passed_before(path: Path, key: str) -> bool:
+def _known(path: Path) -> dict[str, object]:
+    """Results by key, the oldest first; empty where nothing can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return isinstance(found, dict) and isinstance(found.get(key), dict)
     except (OSError, ValueError, RecursionError):
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _remember(path: Path, key: str, found: SelfTestReport) -> None:
-    """Only this build's result is kept. A cache that cannot be written costs a test at the next start."""
+    """This result and the one before are kept: with an option and without it. A cache that cannot be written costs a
+    test at the next start."""
     results = [{name: _plain(value) for name, value in asdict(each).items()} for each in found.results]
-    text = json.dumps({key: {"seconds": found.seconds, "results": results}}, indent=1)
+    before = dict([*_known(path).items()][-1:])
+    text = json.dumps(before | {key: {"seconds": found.seconds, "results": results}}, indent=1)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with AtomicFile(path, durable=False) as file:

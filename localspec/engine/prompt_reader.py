@@ -59,6 +59,6 @@ class PromptReader:
             ms = clock.intervals_ms()[0]
             known, before_ms = self._chunk
             chunk_ms = ms + (before_ms if known == plan else 0.0)
-            self._chunk = plan, chunk_ms
+            self._chunk = (None, 0.0) if is_last else (plan, chunk_ms)
             done.append(LandedPart(plan, num_layers, ms, chunk_ms if is_last else None))
         return done

@@ -15,6 +15,8 @@ from torch import Tensor
 from localspec.kernels.nvfp4_pack import E4M3_MAX, Nvfp4Weight, quantise_nvfp4
 
 E2M1_MAX = 6.0
+FP4_BACKEND = "triton_sm100"
+"""The back end that can."""
 
 
 @runtime_checkable
@@ -22,6 +24,11 @@ class Fp4Prompts(Protocol):
     """A back end whose card multiplies FP4: `fp4_prompts` says whether it does so with prompts."""
 
     fp4_prompts: bool
+
+
+def reads_in_fp4(ops: object) -> bool:
+    """Whether a back end multiplies the rows of prompts as FP4 now."""
+    return isinstance(ops, Fp4Prompts) and ops.fp4_prompts
 
 
 def quantise_rows(x: Tensor) -> Nvfp4Weight:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localspec.kernels.backends.reference import ReferenceOps
-from localspec.kernels.fp4_prompts import Fp4Prompts, fp4_product
+from localspec.kernels.fp4_prompts import fp4_product, reads_in_fp4
 from localspec.kernels.fp8_pack import quantise_fp8
 from localspec.kernels.nvfp4_pack import Nvfp4Weight, quantise_nvfp4
 from localspec.kernels.ops import PAGE_TOKENS, Epilogue, GdnInputs, GdnState, GdnWeights, Norm, Ops, Paging
@@ -26,6 +26,7 @@ ROWS = 16
 BF16_BOUND = 6e-3
 """A result in bfloat16, with a normed operand that may have been rounded to a neighbour."""
 TF32_BOUND = 1e-2
+FP4_GROUP = "prompts in fp4"
 HEADS = ((6, 1, 256), (4, 2, 128), (4, 4, 64))
 """Query heads, key heads and head size of attention cases."""
 
@@ -94,6 +95,8 @@ def run(ops: Ops, device: torch.device, seconds_budget: float = 60.0) -> SelfTes
         "bf16 linear": (lambda: test.linear(lambda matrix: DenseWeight(matrix.bfloat16())), BF16_BOUND),
         second: (lambda: test.attention(caches[second], HEADS[1:2]), BF16_BOUND),
     }
+    if reads_in_fp4(ops):
+        groups[FP4_GROUP] = test.fp4_prompts, BF16_BOUND
     started = time.perf_counter()
     results: list[GroupResult] = []
     skipped: list[str] = []
@@ -142,17 +145,21 @@ class _Test:
         errors = [
             self._linear(gate_up, x, norm, "silu_mul", None),
             self._linear([down], x[:8], None, "residual", residual[:8]),
-            self._prompt_linear(down, norm),
         ]
+        if not (reads_in_fp4(self._ops) and isinstance(down, Nvfp4Weight)):
+            errors.append(self._linear([down], self._bf16(256, columns), norm, "none", None))
         return worst(errors)
 
-    def _prompt_linear(self, weight: LogicalWeight, norm: Norm) -> float:
-        """A chunk of a prompt, which a back end may multiply as FP4."""
-        x, ops = self._bf16(256, weight.shape[1]), self._ops
-        if not (isinstance(ops, Fp4Prompts) and ops.fp4_prompts and isinstance(weight, Nvfp4Weight)):
-            return self._linear([weight], x, norm, "none", None)
-        found = ops.linear(x.to(self._device), ops.pack([weight]), _moved(norm, self._device))
-        return _error(found, fp4_product(self._reference.rms_norm(x.float(), norm).bfloat16(), weight))
+    def fp4_prompts(self) -> float:
+        """A chunk of a prompt: gate and up, and a weight whose result is added to something."""
+        ops, there = self._ops, self._device
+        gate, up, down = (quantise_nvfp4(self._randn(272, 512) / 512**0.5) for _ in range(3))
+        x, residual = self._bf16(256, 512), self._bf16(256, 272)
+        halves = [fp4_product(x, half).bfloat16().float() for half in (gate, up)]
+        found = ops.linear(x.to(there), ops.pack([gate, up], gated=True), epilogue="silu_mul")
+        added = ops.linear(x.to(there), ops.pack([down]), epilogue="residual", residual=residual.to(there))
+        gated = torch.nn.functional.silu(halves[0]) * halves[1]
+        return worst([_error(found, gated), _error(added, fp4_product(x, down) + residual.float())])
 
     def _linear(
         self, parts: list[LogicalWeight], x: Tensor, norm: Norm | None, epilogue: Epilogue, residual: Tensor | None
@@ -234,8 +241,8 @@ class _Test:
 
     def gdn_window(self) -> float:
         """A window of four rows with three pending ones of the window before, its records, and the fold after it."""
-        # So many values that two programs share a head.
-        weights, state = self._gdn((2, 4, 64, 128))
+        # As many heads and values as a 27B, so that the form which this card gives its steps is the one tested.
+        weights, state = self._gdn((16, 48, 128, 128))
         inputs = self._gdn_inputs(weights, "verify", 4, pending=3)
         return self._gdn_case(inputs, weights, state, fold=4)
 

@@ -16,7 +16,8 @@ import pytest
 
 from localspec.api.types import EngineError
 from localspec.commands import engine_process
-from localspec.commands.chat import _make_room
+from localspec.commands.chat import _make_room, _serve_arguments
+from localspec.commands.common import settings
 from localspec.commands.engine_process import EngineProcess, FoundEngine, engine_state, find_engine, stop_engine
 from localspec.commands.engine_wanted import differences
 from localspec.config import NetworkSettings, Paths, Settings
@@ -225,5 +226,10 @@ def test_another_cache_type_is_another_engine() -> None:
 
 def test_prompts_in_fp4_are_asked_of_an_engine_that_was_started_so() -> None:
     flag, asked = "--experimental-fp4-prompts", (None, None, "auto")
+    words = {"model": "m", "device": "auto", "drafter": "auto", "kv_cache": "auto", "depth": None, "context": None}
+    words |= {"learn": True, "offline": False}
+    for wanted in (False, True):
+        assert (flag in _serve_arguments(settings(), words | {"fp4_prompts": wanted})) == wanted
     assert differences(*asked, [], READY, fp4_prompts=True) == ["prompts that are not read in FP4"]
-    assert not differences(*asked, [flag], READY, fp4_prompts=True) and not differences(*asked, [flag], READY)
+    assert differences(*asked, [flag], READY) == ["prompts that are read in FP4"]
+    assert not differences(*asked, [flag], READY, fp4_prompts=True) and not differences(*asked, [], READY)

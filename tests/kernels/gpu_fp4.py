@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "outputs", "columns"), [(17, 144, 272), (300, 512, 1024)])
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(40, 144, 272), (300, 512, 1024)])
 def test_prompts_are_near_the_specification(rows: int, outputs: int, columns: int) -> None:
     torch.manual_seed(rows)
     ops = triton_sm100.create("cuda")

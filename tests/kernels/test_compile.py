@@ -153,7 +153,7 @@ CASES = (
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
         _WINDOW_FORM | {"BLOCK_V": 32},
-        targets=(86, 89),
+        by_target=_DEPENDENT,
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
     Case("gdn_fold", "gdn_shift_kernel", _PROJECTED | _WINDOW, {"TAPS": 4, "COLUMNS": 19, "BLOCK": 128}),

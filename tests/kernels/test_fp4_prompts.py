@@ -58,6 +58,6 @@ def test_where_it_cannot_be_had_it_is_refused(tmp_path) -> None:  # type: ignore
     ops, _ = choose("cpu")
     assert not isinstance(ops, Fp4Prompts)
     random_checkpoint("llama", 1, tmp_path)
-    with pytest.raises(EngineError, match="does not multiply FP4") as refused:
+    with pytest.raises(EngineError, match="cannot be read in FP4 here: it needs an NVIDIA card") as refused:
         load_model(tmp_path, "cpu", EngineOptions("cpu", fp4_prompts=True))
     assert refused.value.code == "machine_cannot"

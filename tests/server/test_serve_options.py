@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from localspec.commands.serve import serve
+from localspec.engine.build import EngineOptions
 from localspec.server.settings import ServerSettings
 
 pytestmark = pytest.mark.torch
@@ -22,6 +23,23 @@ class Idle:
 
     def start(self, model_id: str) -> None:
         pass
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_options_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    seen: list[EngineOptions] = []
+
+    class Listening(Idle):
+        def __init__(self, locate: Any, options: EngineOptions) -> None:
+            super().__init__()
+            seen.append(options)
+
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path))
+    monkeypatch.setattr("localspec.engine.engine.LocalEngine", Listening)
+    monkeypatch.setattr("localspec.server.serve.run_server", lambda *_: None)
+    words = ["--port", "0", "--kv-cache", "bf16", *(["--experimental-fp4-prompts"] if wanted else [])]
+    assert CliRunner().invoke(serve, words, catch_exceptions=False).exit_code == 0
+    assert [(each.kv_cache, each.fp4_prompts) for each in seen] == [("bf16", wanted)]
 
 
 def test_options_of_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Specification: `localspec/kernels/fp4_prompts.py`. Knows units of packed weights and the tiles of a matmul; knows no
 models. The encoder is spelled in comparisons and integers, because the cards' own conversion is told to make NaN of
-some values (CUTLASS issue 3120). Four warps a block: with eight, Triton before 3.8 races on these cards (issue 10590).
+some values (CUTLASS issue 3120).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def quantise_rows_kernel(x_ptr, codes_ptr, scales_ptr, row_scale_ptr, K, x_strid
         tl.store(scales_ptr + row * (K // 16) + at_block, scale_code.to(tl.uint8), mask=at_block < K // 16)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "N", "blocks", "out_stride"])
 def fp4_matmul_kernel(
     x_ptr, x_scales_ptr, x_row_scale_ptr, w_ptr, w_scales_ptr, w_row_scale_ptr, out_ptr, R, N, blocks, out_stride,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -199,6 +199,8 @@ def quantised_rows(x: Tensor) -> PlainNvfp4:
 def fp4_matmul(x: PlainNvfp4, weight: PlainNvfp4, out: Tensor) -> Tensor:
     """x [R, K] times weight [N, K] into out [R, N], bfloat16 or float32, contiguous in its last dimension."""
     rows, outputs = out.shape
+    if x.codes.shape[1] != weight.codes.shape[1] or (x.codes.shape[0], weight.codes.shape[0]) != (rows, outputs):
+        raise ValueError(f"{tuple(x.codes.shape)} and {tuple(weight.codes.shape)} codes give no {rows} x {outputs}")
     fp4_matmul_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(outputs, TILE))](
         *(x.codes, x.scales, x.row_scale, weight.codes, weight.scales, weight.row_scale, out),
         *(rows, outputs, x.scales.shape[1], out.stride(0)),
