@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localspec.kernels.nvfp4_pack import BLOCK, EPILOGUE_FACTOR, PackedNvfp4
-from localspec.kernels.triton.unpack_weights import ROWS, logical_row
+from localspec.kernels.triton.unpack_weights import ROWS, in_order, load_unit, logical_row
 
 COLUMNS = 1024
 """Of a row that a program quantises at a time."""
@@ -57,31 +57,20 @@ def plain_codes_kernel(
     """Grid: (units, TILE_ROWS / ROWS). w_ptr: int32 words of the units; the rest: see `PlainNvfp4`, logical rows."""
     unit = tl.program_id(0).to(tl.int64)
     within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    block = tl.arange(0, 16)  # 8 chunk + 4 b + quad
-    base = w_ptr + unit * (TILE_ROWS * 36)
-    place = (
-        (block // 8 * TILE_ROWS)[None, :] * 16 + within[:, None] * 16 + (block % 4 * 4 + block // 4 % 2 * 2)[None, :]
-    )
-    w0 = tl.load(base + place)
-    w1 = tl.load(base + place + 1)
-    turned = (w1 << 2) | ((w1 >> 30) & 3)
-    mixed = (turned & -2134802239) | (w0 & 2134802238)
-    even = tl.join(tl.join(_code_pair(w0, 0), _code_pair(w1, 6)), tl.join(_code_pair(w0, 12), _code_pair(mixed, 8)))
-    odd = tl.join(tl.join(_code_pair(w0, 6), _code_pair(w1, 12)), tl.join(_code_pair(w1, 0), _code_pair(mixed, 2)))
-    # Each join adds a fastest index: f = 4 a + 2 b + c comes out in order.
-    bytes_ = tl.reshape(tl.join(even, odd), [ROWS, 128])
+    w0, w1, mixed, byte = load_unit(w_ptr, unit, within, TILE_ROWS)
+    f0, f1, f2 = _code_pair(w0, 0), _code_pair(w0, 6), _code_pair(w0, 12)
+    f3, f4, f5 = _code_pair(w1, 0), _code_pair(w1, 6), _code_pair(w1, 12)
+    bytes_ = in_order(f0, f1, f2, f3, f4, f5, _code_pair(mixed, 8), _code_pair(mixed, 2), ROWS)
     packed_row = unit // pairs * TILE_ROWS + within
     row = logical_row(packed_row, N // 2, GATED)
     here = (packed_row < N)[:, None]
     column = (unit % pairs) * 128 + tl.arange(0, 128)
     codes_at = codes_ptr + row[:, None] * (K // 2) + column[None, :]
     tl.store(codes_at, bytes_.to(tl.uint8), mask=here & (column < K // 2)[None, :])
-    scale_words = tl.load(base + TILE_ROWS * 32 + within[:, None] * 4 + (block % 4)[None, :])
-    byte = (scale_words >> ((block // 4) * 8)[None, :]) & 0xFF
     # E5M3 with the bias of float16 -> e4m3; its values below 2^-6 are whole multiples of 2^-9.
     value = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     e4m3 = tl.where(byte >= 72, byte - 64, (value * 512.0).to(tl.int32))
-    block_column = (unit % pairs) * 16 + block
+    block_column = (unit % pairs) * 16 + tl.arange(0, 16)
     scales_at = scales_ptr + row[:, None] * (K // 16) + block_column[None, :]
     tl.store(scales_at, e4m3.to(tl.uint8), mask=here & (block_column < K // 16)[None, :])
     if unit % pairs == 0:

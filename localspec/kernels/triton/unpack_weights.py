@@ -55,12 +55,8 @@ def logical_row(row, half_rows, GATED: tl.constexpr):
 
 
 @triton.jit
-def unpack_nvfp4_kernel(
-    w_ptr, row_scale_ptr, out_ptr, N, K, pairs, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
-):
-    """Grid: (units, TILE_ROWS / ROWS). w_ptr: int32 words of the units; out_ptr: [N, K] bf16 as int32 [N, K / 2]."""
-    unit = tl.program_id(0).to(tl.int64)
-    within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+def load_unit(w_ptr, unit, within, TILE_ROWS: tl.constexpr):
+    """Of rows of an NVFP4 unit and its 16 blocks: both words, the third that is mixed from them, and the scale byte."""
     block = tl.arange(0, 16)  # 8 chunk + 4 b + quad
     base = w_ptr + unit * (TILE_ROWS * 36)
     place = (
@@ -70,11 +66,30 @@ def unpack_nvfp4_kernel(
     w1 = tl.load(base + place + 1)
     scale_words = tl.load(base + TILE_ROWS * 32 + within[:, None] * 4 + (block % 4)[None, :])
     byte = (scale_words >> ((block // 4) * 8)[None, :]) & 0xFF
+    turned = (w1 << 2) | ((w1 >> 30) & 3)
+    return w0, w1, (turned & -2134802239) | (w0 & 2134802238), byte
+
+
+@triton.jit
+def in_order(f0, f1, f2, f3, f4, f5, f6, f7, ROWS: tl.constexpr):
+    """Pairs of codes [ROWS, 16 blocks] by their place in a block -> [ROWS, 128] in the order of columns."""
+    # Each join adds a fastest index: f = 4 a + 2 b + c comes out in order.
+    even = tl.join(tl.join(f0, f4), tl.join(f2, f6))
+    odd = tl.join(tl.join(f1, f5), tl.join(f3, f7))
+    return tl.reshape(tl.join(even, odd), [ROWS, 128])
+
+
+@triton.jit
+def unpack_nvfp4_kernel(
+    w_ptr, row_scale_ptr, out_ptr, N, K, pairs, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
+):
+    """Grid: (units, TILE_ROWS / ROWS). w_ptr: int32 words of the units; out_ptr: [N, K] bf16 as int32 [N, K / 2]."""
+    unit = tl.program_id(0).to(tl.int64)
+    within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    w0, w1, mixed, byte = load_unit(w_ptr, unit, within, TILE_ROWS)
     scale = (((byte << 4) + 0x7300) << 16).to(tl.float32, bitcast=True)
     row = unit // pairs * TILE_ROWS + within
     factor = tl.load(row_scale_ptr + row)[:, None]
-    turned = (w1 << 2) | ((w1 >> 30) & 3)
-    mixed = (turned & -2134802239) | (w0 & 2134802238)
     f0 = _nvfp4_pair(w0, 0, scale, factor)
     f1 = _nvfp4_pair(w0, 6, scale, factor)
     f2 = _nvfp4_pair(w0, 12, scale, factor)
@@ -83,10 +98,7 @@ def unpack_nvfp4_kernel(
     f5 = _nvfp4_pair(w1, 12, scale, factor)
     f6 = _nvfp4_pair(mixed, 8, scale, factor)
     f7 = _nvfp4_pair(mixed, 2, scale, factor)
-    # Each join adds a fastest index: f = 4 a + 2 b + c comes out in order.
-    even = tl.join(tl.join(f0, f4), tl.join(f2, f6))
-    odd = tl.join(tl.join(f1, f5), tl.join(f3, f7))
-    words = tl.reshape(tl.join(even, odd), [ROWS, 128])
+    words = in_order(f0, f1, f2, f3, f4, f5, f6, f7, ROWS)
     column = (unit % pairs) * 128 + tl.arange(0, 128)
     target = out_ptr + logical_row(row, N // 2, GATED)[:, None] * (K // 2) + column[None, :]
     tl.store(target, words, mask=(row < N)[:, None] & (column < K // 2)[None, :])
