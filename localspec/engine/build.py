@@ -24,6 +24,7 @@ from localspec.core.memory_budget import FEW_GRAPHS
 from localspec.core.records import MAX_ROWS, MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import Drafter, drafter_module
 from localspec.drafters._ngram_device import DeviceNgramDrafter
+from localspec.engine.capture_ahead import CaptureAhead, CapturingStep
 from localspec.engine.device_step import DeviceStep, EagerStep
 from localspec.engine.drafter_loading import NGRAM_DISK, DrafterPlaces, load_drafters
 from localspec.engine.drafting import DrafterSet, union_of_needs
@@ -239,9 +240,11 @@ def assemble(
     )
     metrics = MetricsRecorder(_first_snapshot(memory, ops, limit, options))
     ring = _ring(ops, drafters, scheduler)
-    stages = Stages(runner, drafter_set, _device_step(runner, drafter_set, options, memory))
+    device = _device_step(runner, drafter_set, options, memory)
+    stages = Stages(runner, drafter_set, device)
+    ahead = CaptureAhead(runner, drafter_set, device, tuner, limit) if isinstance(device, CapturingStep) else None
     tiers = _tiers(options, place, specs, runner, scheduler, metrics)
-    loop = DecodeLoop(stages, scheduler, ring, tuner, metrics, tiers)
+    loop = DecodeLoop(stages, scheduler, ring, tuner, metrics, tiers, ahead)
     return Assembled(loop, metrics, tuner, runner, scheduler)
 
 

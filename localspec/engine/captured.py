@@ -75,6 +75,15 @@ class Families:
     def num_graphs(self) -> int:
         return sum(family.num_graphs for family in self._families.values())
 
+    @property
+    def num_spare(self) -> int:
+        """Graphs that may be captured before others are given up."""
+        return self._most_graphs - self.num_graphs
+
+    def find(self, key: Hashable) -> Family | None:
+        """The family of a key, which counts as old as before; None if there is none."""
+        return self._families.get(key)
+
     def use(self, key: Hashable) -> Family:
         """The family of a key, an empty one if there is none; it counts as the newest from now on."""
         family = self._families.setdefault(key, Family())
@@ -94,4 +103,4 @@ class Families:
 
     def has_room(self, count: int) -> bool:
         """For `count` more graphs."""
-        return self.num_graphs + count <= self._most_graphs
+        return count <= self.num_spare

@@ -197,6 +197,11 @@ class LocalEngine:
         await asyncio.wrap_future(parts.loop.call(lambda: known.append(parts.tuner.swap(learnt))))
         return known[0]
 
+    async def capture_ahead(self) -> None:
+        """Capture now the steps that would be captured while nobody asks, so that none is while something is
+        measured."""
+        await asyncio.wrap_future(self._ready().parts.loop.capture_ahead())
+
     async def aclose(self) -> None:
         self._closed = True
         self._text_thread.shutdown(wait=False)

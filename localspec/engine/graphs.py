@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localspec.core.memory_budget import FEW_GRAPHS
 from localspec.core.records import MAX_SLOTS, PAGE_TOKENS, Draft, StepResult, VerifyPlan
-from localspec.engine.captured import Captured, Families, Family, Staging, StepKey
+from localspec.engine.captured import Captured, Families, Family, LawKey, Staging
 from localspec.engine.device_step import EagerStep, StepNeeds, layout_in, position_bound
 from localspec.engine.drafting import DrafterSet
 from localspec.runner.inputs import layout_numbers, layout_of
@@ -97,12 +97,12 @@ class GraphStep(EagerStep):
         if self.runner.overflows_in(slot.slot for slot in plan.slots):
             # Pages from host memory are fetched layer by layer, which a recorded step does not do.
             return super().verify(plan, draft, needs)
-        key = (plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1))
+        step = self._step_key(plan, needs)
         family = self.captured.use(self._propose_key(plan, needs))
         if needs.grammars:
-            return self._verify_masked(family, key, plan, draft, needs)
-        law = (needs.law, needs.logprobs, needs.thinking)
-        entry = family.verifications.get((key, law))
+            return self._verify_masked(family, step, plan, draft, needs)
+        key = step[0]
+        entry = family.verifications.get(step)
         if entry is None:
             self._make_room(1, family)
             staging = self._staging(_padding(key[0]))
@@ -112,18 +112,18 @@ class GraphStep(EagerStep):
                 self._capture(lambda: self.verify_layout(layout_in(layout, draft, shared), draft, key[1], needs)),
                 staging,
             )
-            family.verifications[key, law] = entry
+            family.verifications[step] = entry
         captured, staging = entry
         self._send(torch.tensor(layout_numbers(plan, key[0]), dtype=torch.int64), staging)
         captured.graph.replay()
         return captured.output
 
     def _verify_masked(
-        self, family: Family, key: StepKey, plan: VerifyPlan, draft: Draft, needs: StepNeeds
+        self, family: Family, step: LawKey, plan: VerifyPlan, draft: Draft, needs: StepNeeds
     ) -> StepResult:
         """Forward pass and acceptance as two replays; the host makes the masks while the first runs."""
-        law = (needs.law, needs.logprobs, needs.thinking)
-        if (key, law) not in family.acceptances:
+        key = step[0]
+        if step not in family.acceptances:
             self._make_room(2, family)
         forward = family.forwards.get(key)
         if forward is None:
@@ -135,7 +135,7 @@ class GraphStep(EagerStep):
                 staging,
             )
             family.forwards[key] = forward
-        acceptance = family.acceptances.get((key, law))
+        acceptance = family.acceptances.get(step)
         if acceptance is None:
             output = forward[0].output
             bytes_per_row = -(-self.runner.model.vocab_size // 8)
@@ -144,7 +144,7 @@ class GraphStep(EagerStep):
             forward[1].device.copy_(_padding(key[0]))
             forward[0].graph.replay()
             acceptance = self._capture(lambda: self.accepted(output, draft, needs, masks.device)), masks
-            family.acceptances[key, law] = acceptance
+            family.acceptances[step] = acceptance
         drafts = self._draft_buffer(draft.token_ids)
         drafts.copy_(draft.token_ids, non_blocking=True)
         drafted = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -155,6 +155,25 @@ class GraphStep(EagerStep):
         self._send(self.packed_masks(plan, drafts.tolist(), needs, key[0]), acceptance[1])
         acceptance[0].graph.replay()
         return acceptance[0].output
+
+    def spare_graphs(self) -> int:
+        """How many can be captured before others are given up."""
+        return self.captured.num_spare
+
+    def is_captured(self, plan: VerifyPlan, needs: StepNeeds) -> bool:
+        """Whether a step without grammars is, both parts of it."""
+        family = self.captured.find(self._propose_key(plan, needs))
+        return (
+            family is not None and family.proposal is not None and self._step_key(plan, needs) in family.verifications
+        )
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        torch.cuda.synchronize()
+
+    def _step_key(self, plan: VerifyPlan, needs: StepNeeds) -> LawKey:
+        rows = plan.graph_key.num_rows, self._bucket(position_bound(plan) + 1)
+        return rows, (needs.law, needs.logprobs, needs.thinking)
 
     def _propose_key(self, plan: VerifyPlan, needs: StepNeeds) -> ProposeKey:
         slots = tuple((slot.slot, slot.drafter, slot.num_drafts) for slot in plan.slots if slot.num_drafts)
@@ -185,11 +204,8 @@ class GraphStep(EagerStep):
     def _make_room(self, count: int, family: Family) -> None:
         """Before captures for `family`: what was not used for long goes, once nothing replays it."""
         if not self.captured.has_room(count):
-            self._wait()
+            self.wait()
             self.captured.make_room(count, family)
-
-    def _wait(self) -> None:
-        torch.cuda.synchronize()
 
     def _capture(self, function: Callable[[], Output]) -> Captured[Output]:
         """Run once (kernels compile), then record. The function must change nothing on its present inputs."""

@@ -6,6 +6,7 @@ told from its parts: the first speaks in a share of the windows, the second in t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ SHARING_GAIN = 0.15
 """Between 0.1 and 0.4 for three and four sequences with the published acceptance; the tests' figures."""
 CHEAP_DRAFT_SHARE = 0.01
 """Of a plain step: what asking a copying method costs until it was measured."""
+AHEAD_COUNT = 2
+"""Measurements that a step counts for which no request asked for."""
 
 
 @dataclass
@@ -51,6 +54,19 @@ class Knowledge:
     fixed_rows: bool = False
     shares_rows: bool = False
     learnt: Learnt = field(default_factory=Learnt)
+    ahead: StepCosts = field(default_factory=StepCosts)
+    """Of steps that no request asked for, in the first bucket of contexts: what is known before anything is learnt."""
+
+    def see_ahead(self, arm: Arm, rows: int, draft_ms: float, verify_ms: float) -> None:
+        """A step that no request asked for took so long; what steps of requests took stands."""
+        for costs in (self.ahead, self.costs_of(0)):
+            costs.verify.setdefault(rows, Mean(verify_ms, AHEAD_COUNT))
+            if arm[1]:
+                costs.draft.setdefault(arm, Mean(draft_ms, AHEAD_COUNT))
+
+    def nothing_learnt(self) -> Learnt:
+        """What a tuner that begins anew knows."""
+        return Learnt(costs={0: copy.deepcopy(self.ahead)} if self.ahead.verify else {})
 
     def see_window(self, arm: Arm, phase: str, drafted_by: Sequence[str], accepted: int, in_use: bool = True) -> bool:
         """The drafts of a window had these origins, and the first `accepted` stood; `in_use`: the choice was in use for

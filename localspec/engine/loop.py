@@ -20,6 +20,7 @@ from localspec.api.types import EngineError, Timings
 from localspec.cache.pool import StateSnapshot
 from localspec.core.records import PrefillPlan, Request, SlotResult, VerifyPlan
 from localspec.engine.accounting import StepAccounting
+from localspec.engine.capture_ahead import CaptureAhead
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.metrics import MetricsRecorder, RequestClock
@@ -106,6 +107,7 @@ class DecodeLoop:
         tuner: Tuner,
         metrics: MetricsRecorder,
         tiers: NoTiers,
+        ahead: CaptureAhead | None = None,
     ) -> None:
         self.stages = stages
         self.tiers = tiers
@@ -117,6 +119,7 @@ class DecodeLoop:
         self._accounting = StepAccounting(tuner, metrics, ring.lag, stages.drafters.schedule)
         self._metrics = metrics
         self._states = SavedStates(stages.runner, scheduler)
+        self._ahead = ahead
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._stopping = False
@@ -158,6 +161,15 @@ class DecodeLoop:
         self._commands.put(run)
         return future
 
+    def capture_ahead(self) -> Future[None]:
+        """Capture now what would be captured while nobody asks; a step that is running ends first."""
+
+        def capture() -> None:
+            while self._ahead is not None and not self._scheduler.active and self._ahead.run_one():
+                pass
+
+        return self.call(capture)
+
     def forget(self, chat_id: str) -> Future[None]:
         """Drop the cached prefixes of a chat."""
         return self.call(lambda: self._scheduler.forget_chat(chat_id))
@@ -190,7 +202,9 @@ class DecodeLoop:
 
     def _drain_commands(self, wait: bool) -> None:
         if wait:
-            self._commands.get()()
+            nobody_asks = not self._scheduler.active and not self._scheduler.waiting
+            ahead = self._ahead if nobody_asks else None
+            (ahead.work_until(self._commands) if ahead is not None else self._commands.get())()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -263,6 +277,8 @@ class DecodeLoop:
         bounds = {slot.slot: slot.length_bound_tokens for slot in plan.slots if slot.slot not in outgrown}
         self.stages.drafters.keep_up(bounds, self.stages.runner.state)
         self.stages.drafters.count_plan(plan)
+        if self._ahead is not None:
+            self._ahead.see(plan, needs)
         self._ring.push(run_verify(plan, self._device, needs, self.stages.runner.ops.waits))
         self._land(drain=False)
 

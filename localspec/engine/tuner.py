@@ -68,8 +68,7 @@ class Tuner:
         depth = request.depth if request.depth is not None else self.default_depth
         phase = self._take_off(sequence, num_active)
         if drafter != "auto":
-            limit = self.depth_limits.get(drafter, 0)
-            self.chosen = drafter, min(depth if depth is not None else limit, limit)
+            self.chosen = self.by_hand(drafter, depth)
             self.reason = "chosen by hand"
             return self.chosen
         bucket = sequence.length_bound_tokens // CONTEXT_BUCKET_TOKENS
@@ -169,6 +168,17 @@ class Tuner:
         if len(drafting) == 1:
             costs.draft.setdefault(drafting.pop(), Mean()).see(draft_ms, learnt.steps)
 
+    def by_hand(self, drafter: str, depth: int | None) -> Arm:
+        """A wish, as deep as the method can draft."""
+        limit = self.depth_limits.get(drafter, 0)
+        return drafter, limit if depth is None else min(depth, limit)
+
+    def foreseen(self) -> list[Arm]:
+        """What a single sequence may be given: the user's choice, else plain decoding and all others, shallow first."""
+        if self.default_drafter != "auto":
+            return [self.by_hand(self.default_drafter, self.default_depth)]
+        return [OFF, *sorted(self.known.arms(1), key=lambda arm: ("+" in arm[0], arm[1], arm[0]))]
+
     def plain_ms_per_token(self, num_active: int, context_tokens: int) -> float | None:
         """Measured cost of a token without drafts near this context, or None."""
         curve = self.known.verify_curve(context_tokens // CONTEXT_BUCKET_TOKENS)
@@ -189,21 +199,17 @@ class Tuner:
     def swap(self, kept: Kept | None) -> Kept:
         """Go on with other knowledge, or with none; gives what was known until now."""
         before = Kept(self.known.learnt, self.work, self.recent)
-        after = kept or Kept(Learnt(), {}, {})
+        after = kept or Kept(self.known.nothing_learnt(), {}, {})
         self.known.learnt, self.work, self.recent = after.learnt, after.work, after.recent
         self.reason = "not started"
         return before
-
-    def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
-        """See `Knowledge.rates`."""
-        return self.known.rates(phase, num_active, bucket)
 
     def explain(self) -> list[str]:
         """What is known, in sentences, the best method first for each kind of work."""
         lines = []
         for phase, active in self.work:
             for bucket in sorted(self.learnt.costs):
-                rated = sorted(self.rates(phase, active, bucket).items(), key=lambda item: -item[1])
+                rated = sorted(self.known.rates(phase, active, bucket).items(), key=lambda item: -item[1])
                 told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in _best_by_method(rated))
                 lines.append(f"{phase}, {active} active, context from {bucket * CONTEXT_BUCKET_TOKENS}: {told}")
         return lines

@@ -15,9 +15,7 @@ def report(tuner: Tuner) -> TunerReport:
     by_hand = tuner.default_drafter != "auto"
     drafter, depth = tuner.chosen
     if by_hand:
-        limit = tuner.depth_limits.get(tuner.default_drafter, 0)
-        drafter = tuner.default_drafter
-        depth = limit if tuner.default_depth is None else min(tuner.default_depth, limit)
+        drafter, depth = tuner.by_hand(tuner.default_drafter, tuner.default_depth)
     reason = "chosen by hand" if by_hand else tuner.reason
     return TunerReport(drafter, depth, reason, by_hand, tuple(choice for choice in choices if choice.candidates))
 
@@ -25,7 +23,7 @@ def report(tuner: Tuner) -> TunerReport:
 def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
     work = tuner.work[phase, active]
     costs = tuner.known.step_ms(phase, active, bucket)
-    rates = tuner.rates(phase, active, bucket)
+    rates = tuner.known.rates(phase, active, bucket)
     best: dict[str, Arm] = {}
     for arm in sorted(rates, key=lambda arm: -rates[arm]):
         best.setdefault(arm[0], arm)

@@ -39,6 +39,13 @@ class Learning(Protocol):
     async def swap_tuner(self, learnt: object | None) -> object: ...
 
 
+@runtime_checkable
+class CapturesAhead(Protocol):
+    """An engine that captures steps while nobody asks for anything, or now."""
+
+    async def capture_ahead(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class BenchPlan:
     """What to measure. `methods` are (drafter, depth), depth 0 leaves it to the engine; off is added if missing."""
@@ -116,6 +123,9 @@ async def run_bench(engine: Engine, plan: BenchPlan, progress: Callable[[Cell], 
     methods = ((OFF, 0), *(m for m in plan.methods if m[0] != OFF)) if obeys else ((AS_IT_IS, 0),)
     warm_up = (Prompt.of("Say one word."),)
     await _run(engine, warm_up, methods[0], 1, 8)
+    if isinstance(engine, CapturesAhead):
+        # As for a user, who reads and types between two questions.
+        await engine.capture_ahead()
     cells: list[Cell] = []
     for workload, active in product(plan.workloads, plan.active):
         bench = _Workload(engine, plan, workload, active)

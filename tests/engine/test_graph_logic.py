@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from localspec.engine.confidence import RowBudget
 from localspec.engine.device_step import HostClock, StepNeeds
 from localspec.engine.graphs import GraphStep
 from localspec.engine.ring import ResultRing
+from localspec.engine.tuner import Tuner
 from localspec.engine.verify_schedule import VerifySchedule
 from localspec.kernels.backends.reference import ReferenceOps
 from localspec.sampling.grammar import GrammarCompiler
 from tests.helpers.engine import Collected, make_request, token_engine
+from tests.helpers.engine import run as run_requests
 from tests.helpers.models import load_model
 from tests.helpers.tiny_text import byte_tokenizer, tiny_text_model
 
@@ -67,7 +70,7 @@ class CpuGraphStep(GraphStep):
     def clock(self) -> HostClock:  # type: ignore[override]
         return HostClock()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Nothing is under way here."""
 
     def _capture(self, function: Callable[[], Any]) -> Captured[Any]:
@@ -176,7 +179,7 @@ def test_captures_that_are_given_up_are_made_again(
     most = 5
     step.captured = Families(most)
     counts: list[int] = []
-    monkeypatch.setattr(step, "_wait", lambda: counts.append(step.captured.num_graphs))
+    monkeypatch.setattr(step, "wait", lambda: counts.append(step.captured.num_graphs))
     expected = run(plain, compiler, "off", 0, (0, 2))
     for depth in (1, 3, 1):
         assert run(patient, compiler, "ngram", depth, (0, 2)) == expected
@@ -234,3 +237,101 @@ def test_rows_that_are_shared_by_confidence_change_no_token(
         found = run(patient, compiler, "auto", None, rules=(0, 2))
         assert found == [expected[0], expected[2]]
     assert budgets and max(cut) > 0
+
+
+def captured_ahead(parts: Assembled) -> int:
+    """Steps that are captured now; all that are wanted, if there is room."""
+    before = CpuGraphStep.captures
+    parts.loop.capture_ahead().result(120)
+    return CpuGraphStep.captures - before
+
+
+def test_choices_are_captured_before_an_answer_needs_them(
+    folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last request asked, and without a trace in what the engine keeps: a second turn finds the first."""
+    prompt = TOKENIZER.encode("ab12ab12trueab12" * 10).ids
+    law = Sampling(temperature=0.9, top_k=40)
+
+    def answer(parts: Assembled, ids: list[int], drafter: str, depth: int | None) -> Collected:
+        [collected] = run_requests(parts, [make_request(ids, drafter=drafter, depth=depth, sampling=law, logprobs=0)])
+        return collected
+
+    first = answer(patient, prompt, "off", None)
+    choices = patient.tuner.foreseen()
+    assert ("off", 0) in choices and ("mtp", 1) in choices and ("ngram+mtp", 2) in choices
+    monkeypatch.setattr(patient.loop.stages.device, "captured", Families(1000))
+    # As on a card: an answer's last windows are as wide as the others.
+    monkeypatch.setattr(patient.scheduler, "limits", dataclasses.replace(patient.scheduler.limits, steady_depth=True))
+    assert captured_ahead(patient) >= 2 * len(choices)
+    assert captured_ahead(patient) == 0
+    second_ids = [*prompt, *first.token_ids, *TOKENIZER.encode("ab12").ids]
+    for drafter, depth in (("mtp", 3), ("ngram", 7), ("ngram+mtp", 4), ("off", None)):
+        before = CpuGraphStep.captures
+        second = answer(patient, second_ids, drafter, depth)
+        assert second.cached_tokens > len(prompt)
+        fresh = answer(plain, second_ids, "off", None)
+        assert (second.token_ids, second.logprobs) == (fresh.token_ids, fresh.logprobs)
+        assert CpuGraphStep.captures == before, "captured while an answer was written"
+
+
+def test_steps_are_captured_while_nobody_asks_and_their_cost_is_known(
+    patient: Assembled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.engine.capture_ahead.QUIET_S", 0.01)
+    step: Any = patient.loop.stages.device
+    # The wait that is under way still has the longer patience.
+    patient.loop.call(lambda: None).result(60)
+    deadline_s = time.monotonic() + 120
+    while step.spare_graphs() >= 18 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    patient.loop.call(lambda: None).result(60)
+    assert 16 <= step.spare_graphs() < 18, "room is kept for steps that nobody foresaw"
+    known = patient.tuner.known
+    for _ in range(2):
+        assert known.verify_curve(0) and known.draft_curve("mtp", 0)[1] > 0
+        assert patient.tuner.known.rates("answer", 1, 0)
+        patient.loop.call(patient.tuner.reset).result(60)
+
+
+def test_a_step_that_cannot_be_captured_ahead_hurts_nobody(
+    patient: Assembled, plain: Assembled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = TOKENIZER.encode("ab12ab12trueab12").ids
+    [expected] = run_requests(plain, [make_request(prompt)])
+    capture = CpuGraphStep._capture
+
+    def failing(self: CpuGraphStep, function: Callable[[], Any]) -> Captured[Any]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(CpuGraphStep, "_capture", failing)
+    patient.loop.capture_ahead().result(60)
+    monkeypatch.setattr(CpuGraphStep, "_capture", capture)
+    assert captured_ahead(patient) == 0, "tried again"
+    [found] = run_requests(patient, [make_request(prompt, drafter="mtp", depth=2)])
+    assert found.token_ids == expected.token_ids
+
+
+def test_a_drafter_that_was_chosen_by_hand_is_all_that_is_foreseen() -> None:
+    tuner = Tuner({"mtp": 5, "ngram": 15}, default_drafter="mtp", default_depth=9)
+    assert tuner.foreseen() == [("mtp", 5)]
+    tuner.default_depth = 2
+    assert tuner.foreseen() == [("mtp", 2)]
+    tuner.default_drafter = "off"
+    assert tuner.foreseen() == [("off", 0)]
+
+
+def test_what_requests_took_stands_beside_what_was_measured_ahead() -> None:
+    tuner = Tuner({"mtp": 5})
+    sequence_arm = ("mtp", 3)
+    for _ in range(3):
+        tuner.see_step(100, 4, [sequence_arm], 2.0, 20.0)
+    tuner.known.see_ahead(sequence_arm, 4, 1.0, 10.0)
+    tuner.known.see_ahead(("off", 0), 1, 0.0, 9.0)
+    assert tuner.known.verify_curve(0)[4] == pytest.approx(20.0) and tuner.known.verify_curve(0)[1] == 9.0
+    assert tuner.known.draft_curve("mtp", 0)[3] == pytest.approx(2.0)
+    tuner.reset()
+    assert tuner.known.verify_curve(0)[4] == 10.0 and tuner.known.draft_curve("mtp", 0)[3] == 1.0
+    tuner.see_step(100, 4, [sequence_arm], 2.0, 20.0)
+    tuner.reset()
+    assert tuner.known.verify_curve(0)[4] == 10.0, "what is known ahead is no part of what is learnt"

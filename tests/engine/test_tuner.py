@@ -195,10 +195,10 @@ def test_a_choice_whose_first_step_was_captured_is_not_written_off() -> None:
 def test_other_contexts_begin_with_what_is_known() -> None:
     tuner = Tuner(dict(LIMITS), fixed_rows=True)
     replay_tuned(texts_of([REASONING], 1, 1, 1000), tuner)
-    near = tuner.rates("answer", 1, 0)
-    assert tuner.rates("answer", 1, 3) == near
+    near = tuner.known.rates("answer", 1, 0)
+    assert tuner.known.rates("answer", 1, 3) == near
     tuner.see_step(3 * 4096, 1, [OFF], 0.0, 2 * VERIFY_MS[1])
-    far = tuner.rates("answer", 1, 3)
+    far = tuner.known.rates("answer", 1, 3)
     assert far[OFF] == pytest.approx(near[OFF] / 2, rel=0.02) and far["mtp", 5] < near["mtp", 5]
 
 
