@@ -41,6 +41,11 @@ class Counts:
             self.hits[position] = keep * self.hits[position] + float(position < accepted)
             self.seen[position] = keep * self.seen[position] + 1.0
 
+    @property
+    def num_positions(self) -> int:
+        """That were ever seen: no later one is without those before it."""
+        return MAX_POSITIONS - self.seen.count(0.0)
+
     def clear(self) -> None:
         self.hits = [0.0] * MAX_POSITIONS
         self.seen = [0.0] * MAX_POSITIONS
@@ -80,11 +85,11 @@ class Acceptance:
         reached = min(drafted, accepted + 1, MAX_POSITIONS)
         if not reached:
             return False
-        rates = self.rates()[:reached]
+        rates = self._rates[:reached] if self._rates is not None else self._first_rates(reached)
         self.now.add(reached, accepted, FORGET_COPIES if self.copies else FORGET)
         for position in range(reached):
             if position == len(self.long_run):
-                self.long_run.append(self._guesses()[position])
+                self.long_run.append(self._guesses(position + 1)[position])
             self.long_run[position] += LONG_RUN_SMOOTHING * (float(position < accepted) - self.long_run[position])
         self.steps += 1
         self._rates = self._curve = None
@@ -119,14 +124,19 @@ class Acceptance:
     def rates(self) -> list[float]:
         """Of every position."""
         if self._rates is None:
-            guesses = self._guesses()
-            odds = math.exp(self._shift(guesses))
-            self._rates = []
-            for guess, hits, seen in zip(guesses, self.now.hits, self.now.seen, strict=True):
-                # The guess with its odds shifted.
-                prior = guess * odds / (1.0 - guess + guess * odds)
-                self._rates.append((hits + self.prior_weight * prior) / (seen + self.prior_weight))
+            self._rates = self._first_rates(MAX_POSITIONS)
         return self._rates
+
+    def _first_rates(self, count: int) -> list[float]:
+        """Of the first `count` positions: most questions are about few."""
+        guesses = self._guesses(max(count, self.now.num_positions))
+        odds = math.exp(self._shift(guesses))
+        found = []
+        for guess, hits, seen in zip(guesses[:count], self.now.hits, self.now.seen, strict=False):
+            # The guess with its odds shifted.
+            prior = guess * odds / (1.0 - guess + guess * odds)
+            found.append((hits + self.prior_weight * prior) / (seen + self.prior_weight))
+        return found
 
     def bonus(self, position: int) -> float:
         """How much better than thought a position might be, from how seldom it was seen."""
@@ -150,11 +160,11 @@ class Acceptance:
         self._up, self._down = _Departure(), _Departure()
         self._rates = self._curve = None
 
-    def _guesses(self) -> list[float]:
-        """Of every position the long-run rate, beyond what was seen a guess from the position before."""
-        found = [min(max(rate, SMALLEST_RATE), LARGEST_RATE) for rate in self.long_run]
+    def _guesses(self, count: int) -> list[float]:
+        """Of the first `count` positions the long-run rate, beyond what was seen a guess from the position before."""
+        found = [min(max(rate, SMALLEST_RATE), LARGEST_RATE) for rate in self.long_run[:count]]
         guess = found[-1] if found else OPTIMISM / UNSEEN_DECAY
-        while len(found) < MAX_POSITIONS:
+        while len(found) < count:
             guess *= UNSEEN_DECAY
             found.append(max(guess, SMALLEST_RATE))
         return found
@@ -163,12 +173,12 @@ class Acceptance:
         """How much better the present work is than the long run, in logits, over all positions: it also tells of
         positions that the present work has not reached."""
         total, weights = 0.0, 2.0
-        for guess, hits, seen in zip(guesses, self.now.hits, self.now.seen, strict=True):
-            if seen:
-                present = (hits + 0.5) / (seen + 1.0)
-                weight = min(seen, 20.0)
-                total += weight * (_logit(present) - _logit(guess))
-                weights += weight
+        known = slice(self.now.num_positions)
+        for guess, hits, seen in zip(guesses[known], self.now.hits[known], self.now.seen[known], strict=True):
+            present = (hits + 0.5) / (seen + 1.0)
+            weight = min(seen, 20.0)
+            total += weight * (_logit(present) - _logit(guess))
+            weights += weight
         return total / weights
 
 

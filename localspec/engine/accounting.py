@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localspec.core.records import Request, SlotResult
-from localspec.engine.metrics import MetricsRecorder, RequestClock, StepCount, WorkCounts
+from localspec.engine.metrics import MetricsRecorder, RequestClock, StepCount
 from localspec.engine.ring import Landed
 from localspec.engine.shadow import TextShadow
 from localspec.engine.tuner import CONTEXT_BUCKET_TOKENS, OFF, Arm, Tuner
@@ -63,7 +63,7 @@ class StepAccounting:
             self._follow(sequence, active, result)
             plain_ms = self._plain_ms(result, sequence, active, landed.verify_ms)
             _count_request(ticket.clock, result, landed, now, plain_ms)
-            work = ticket.clock.work.setdefault((result.drafter, phase), WorkCounts())
+            work = ticket.clock.work[result.drafter, phase]
             work.see(result, landed.draft_ms, landed.verify_ms, plain_ms)
             counts.append(StepCount(result, phase, ticket.request.client, plain_ms))
         ran = landed.outcome.ran
@@ -79,7 +79,7 @@ class StepAccounting:
         if shadow is None:
             request = sequence.request
             shadow = self._shadows[sequence.id] = TextShadow(request.prediction_ids, request.prompt_ids, self.lag)
-        for window in shadow.follow(result.token_ids, self.tuner.room(active)):
+        for window in shadow.follow(result.token_ids, self.tuner.known.room(active)):
             self.tuner.see_shadow(sequence, active, window.run, window.is_sure, window.is_echo)
         for is_sure, is_right in shadow.told:
             self.tuner.see_text(sequence, active, is_sure, is_right)

@@ -29,6 +29,7 @@ AFTER_CHANGE_BLOCKS = 1
 LOOKAHEAD_TOKENS = MAX_ROWS - 1
 MAX_TALLIES = 64
 MAX_SEQUENCES = 16
+KEPT_BEHIND_COPIES = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -242,8 +243,14 @@ class _Tally:
 
 
 def in_question(rates: Mapping[Arm, float], current: Arm) -> list[Arm]:
-    """Plain, what is in use, every depth of a method that copies, and of the others the best."""
-    found = {arm for arm in rates if arm[0].split("+")[0] in COPYING} | {arm for arm in (OFF, current) if arm in rates}
-    for method in {method for method, _ in rates}:
-        found.add(max((arm for arm in rates if arm[0] == method), key=lambda arm: rates[arm]))
+    """Plain, what is in use, every depth of a method that copies, and of the others the best. Behind copies only those
+    two of the others that do best alone: each choice costs a walk over the text."""
+    alone = {method for method, depth in rates if depth and "+" not in method and method not in COPYING}
+    best = {method: max((arm for arm in rates if arm[0] == method), key=lambda arm: rates[arm]) for method in alone}
+    behind = COPYING | set(sorted(alone, key=lambda method: -rates[best[method]])[:KEPT_BEHIND_COPIES])
+    found = {arm for arm in (OFF, current) if arm in rates} | set(best.values())
+    for arm in rates:
+        first, _, second = arm[0].partition("+")
+        if first in COPYING and (not second or second in behind):
+            found.add(arm)
     return sorted(found)

@@ -137,22 +137,19 @@ class Tuner:
             if name == phase:
                 work.heard_at["ngram"] = work.step
                 in_use = in_use or work.current[0] == "ngram"
-        self.known.see_shadow(phase, self.room(num_active), run, is_sure, in_use)
+        self.known.see_shadow(phase, self.known.room(num_active), run, is_sure, in_use)
 
     def see_text(self, sequence: Sequence, num_active: int, sure: bool, right: bool) -> None:
         """A token landed: behind the one before it the text's own n-grams had a long match, and said this one next."""
         phase = sequence.phase
-        text = self.recent.setdefault((phase, num_active), RecentText(self.fixed_rows))
+        key = phase, num_active
+        text = self.recent.get(key) or self.recent.setdefault(key, RecentText(self.fixed_rows))
         if text.see(sequence.id, sure, right):
             text.forget_old()
             self._alarm(phase)
             if num_active == 1:
                 self._alarm(ECHO)
         self._phases_at_echo[num_active] = phase
-
-    def room(self, num_active: int) -> int:
-        """Drafts that each of so many sequences has room for."""
-        return self.known.room(num_active)
 
     def see_echo(self, sequence: Sequence, is_echo: bool) -> None:
         """Whether the text of a sequence repeats itself at its last known token."""
@@ -215,7 +212,8 @@ class Tuner:
         return lines
 
     def work_of(self, phase: str, num_active: int) -> Work:
-        return self.work.setdefault((phase, num_active), Work(num_active=num_active))
+        key = phase, num_active
+        return self.work.get(key) or self.work.setdefault(key, Work(num_active=num_active))
 
     def due_in(self, method: str, phase: str, num_active: int, bucket: int) -> int:
         """Steps until a method that is not in use is heard; 0 or less: now."""

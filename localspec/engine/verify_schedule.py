@@ -7,6 +7,7 @@ the number is chosen from them too. Cutting drafts never changes a token: the ta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,7 @@ class VerifySchedule:
 
     host_knows: bool = True
     budget: RowBudget = field(default_factory=RowBudget)
-    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    calibrations: defaultdict[str, Calibration] = field(default_factory=lambda: defaultdict(Calibration))
     _static: dict[tuple[str, ...], StaticWeights] = field(default_factory=dict)
     _windows: int = 0
 
@@ -41,10 +42,9 @@ class VerifySchedule:
             return []
         if drafted_by:
             same = next((i for i, name in enumerate(drafted_by) if name != drafted_by[0]), len(drafted_by))
-            known = self.calibrations.setdefault(drafted_by[0], Calibration())
-            known.see(confidence[:same], min(result.num_accepted, same))
+            self.calibrations[drafted_by[0]].see(confidence[:same], min(result.num_accepted, same))
         self._windows += 1
-        return self.calibrations.get(result.offered_by[0], Calibration()).survivals(confidence)
+        return self.calibrations[result.offered_by[0]].survivals(confidence)
 
     def see_step(self, windows: Sequence[Sequence[float]], verify_ms: Sequence[float], draft_ms: float) -> None:
         """All windows of a step were seen; what steps cost from here on."""

@@ -116,3 +116,14 @@ def test_few_choices_come_into_question() -> None:
         BOTH: 2,
     }
     assert in_question(rates, ("mtp", 2)) == sorted([OFF, ("mtp", 2), ("mtp", 7), NGRAM, ("ngram", 3), BOTH])
+
+
+def test_behind_copies_only_the_best_drafters_come_into_question() -> None:
+    names = ("eagle3", "mtp", "dspark")
+    rates = {OFF: 1.0, NGRAM: 0.5, ("ngram+ngram_disk", 3): 0.6}
+    rates |= {(name, depth): 2.0 - place + 0.1 * depth for place, name in enumerate(names) for depth in (1, 2)}
+    rates |= {(f"ngram+{name}", depth): 0.1 for name in names for depth in (2, 5)}
+    found = in_question(rates, ("ngram+dspark", 5))
+    best = [(name, 2) for name in names]
+    behind = [(f"ngram+{name}", depth) for name in names[:2] for depth in (2, 5)]
+    assert found == sorted([OFF, NGRAM, ("ngram+ngram_disk", 3), *best, *behind, ("ngram+dspark", 5)])

@@ -195,7 +195,7 @@ def replay_tuned(texts: list[Text], tuner: Tuner, seed: int = 0, shadow: bool = 
                     tuner.see_text(reader.sequence, num, sure, right)
             tokens += stood + 1
             while shadow:
-                run = reader.text.copied_run(reader.shadow_at, tuner.room(num))
+                run = reader.text.copied_run(reader.shadow_at, tuner.known.room(num))
                 if reader.shadow_at + run + 1 > reader.at:
                     break
                 sure = reader.text.repeats[reader.shadow_at] >= SURE_TOKENS
