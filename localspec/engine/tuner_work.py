@@ -22,7 +22,7 @@ class TunerSettings:
     decide_every_steps: int = 4
     decision_ms: float = 1.5
     """Of the host, which may take no more than this share of the time: a small model's steps take a millisecond."""
-    decision_share: float = 0.08
+    decision_share: float = 0.04
     hearing_windows: int = 1
     longest_hearing_steps: int = 6
     usual_hearing_steps: int = 3

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import xxhash
 from localspec.storage.aio import AsyncReader
 from localspec.storage.errors import DamagedFile, WrongOwner
 from localspec.storage.ngram_build import RunBuilder, delete_source
+from localspec.storage.ngram_cache import PageCache, PageKey
 from localspec.storage.ngram_format import PAGE_BYTES
 from localspec.storage.ngram_manifest import MANIFEST_NAME, TableDirectory
 from localspec.storage.ngram_runs import MAX_WISHES, NgramTable
@@ -204,12 +205,37 @@ def test_the_decode_thread_waits_for_no_worker(built: Path, documents: list[Toke
     assert table.lookup(tokens[80:101]) is None
 
 
+class TornCopies:
+    """A cache's memory in which something happens in the middle of every copy that one thread makes."""
+
+    def __init__(self, memory: memoryview, meanwhile: Callable[[], object]) -> None:
+        self._memory = memory
+        self._meanwhile = meanwhile
+        self._thread = threading.current_thread()
+
+    def __getitem__(self, at: slice) -> memoryview | bytes:
+        if threading.current_thread() is not self._thread:
+            return self._memory[at]
+        middle = (at.start + at.stop) // 2
+        first = bytes(self._memory[at.start : middle])
+        self._meanwhile()
+        return first + bytes(self._memory[middle : at.stop])
+
+
 def test_pages_that_are_read_anew_meanwhile_are_no_wrong_answers(
     built: Path, documents: list[Tokens], occurrences: Occurrences, reader: AsyncReader
 ) -> None:
-    """Workers take frames away while the decode thread copies from them: a page comes whole or not at all."""
+    """Workers take frames away while the decode thread copies from them: a page comes whole or not at all.
+
+    Ends after so much contention, however long that takes.
+    """
     table = NgramTable.open(built, TOKENIZER, reader, ram_cap_bytes=600_000)
-    contexts = list(contexts_of(documents, 31))
+    cache = table._cache
+    raw = next(built.glob("*.ngr")).read_bytes()
+    contexts = list(contexts_of(documents, 31))[:400]
+    keys = [next(iter(table._pages_of(context[-8:-1]))) for context in contexts]
+    assert len(set(keys)) > 2 * cache.frame_count
+    copies = hits = 0
     ended = threading.Event()
 
     def ask_for_everything() -> None:
@@ -217,22 +243,74 @@ def test_pages_that_are_read_anew_meanwhile_are_no_wrong_answers(
             for context in contexts:
                 table.prefetch([context[:-1]])
 
+    def copied() -> None:
+        nonlocal copies
+        copies += 1
+        time.sleep(0)
+
+    cache._memory = TornCopies(cache._memory, copied)  # type: ignore[assignment]
     thread = threading.Thread(target=ask_for_everything)
     thread.start()
-    hits = 0
-    deadline_s = time.monotonic() + 20
+    whole = 0
     try:
-        while hits < 400 and time.monotonic() < deadline_s:
-            for context in contexts:
+        # Copies that came to nothing are those whose frame was taken away in the middle.
+        while hits < 400 or copies - hits - whole < 10:
+            for context, key in zip(contexts, keys, strict=True):
                 found = table.lookup(context)
                 if found is not None:
                     hits += 1
                     truths = occurrences.continuations(context, found.match_tokens)
                     assert list(found.tokens) in [truth[: len(found.tokens)] for truth in truths]
+                page = cache.page(key)
+                if page is not None:
+                    whole += 1
+                    assert page == raw[key.page_number * PAGE_BYTES :][:PAGE_BYTES]
     finally:
         ended.set()
         thread.join()
-    assert hits >= 400 and table.statistics().damaged_pages == 0
+    assert table.statistics().damaged_pages == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another page is there", "the same is being read again"])
+def test_a_page_whose_frame_changes_under_the_copy_is_not_here(built: Path, again: bool) -> None:
+    """What the test above meets now and then, at the worst moment."""
+    go_on = threading.Event()
+    go_on.set()
+
+    def read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        assert go_on.wait(60)
+        return os.preadv(fd, buffers, offset)
+
+    with AsyncReader(threads=1, read_function=read) as reader:
+        table = NgramTable.open(built, TOKENIZER, reader, ram_cap_bytes=600_000)
+        [slot] = table._view.slots
+        cache = PageCache(reader, 0, max_pending=8)
+        keys = [PageKey(slot.number, number) for number in range(1, cache.frame_count + 2)]
+        asked, *others, late = keys
+
+        def fetch(*wanted: PageKey) -> None:
+            for key in wanted:
+                cache.request([(key, slot.run)])
+                while go_on.is_set() and cache.pending_reads:
+                    time.sleep(0.0002)
+
+        def take_the_frame() -> None:
+            fetch(late)
+            assert cache._frames[late] == frame
+            if again:
+                fetch(*others)
+                go_on.clear()
+                fetch(asked)
+                assert cache._frames[asked] == frame and cache.pending_reads == 1
+
+        fetch(asked, *others)
+        frame, memory = cache._frames[asked], cache._memory
+        cache._memory = TornCopies(memory, take_the_frame)  # type: ignore[assignment]
+        assert cache.page(asked) is None
+        cache._memory = memory
+        go_on.set()
+        fetch(asked)
+        assert cache.page(asked) == next(built.glob("*.ngr")).read_bytes()[PAGE_BYTES:][:PAGE_BYTES]
 
 
 def test_failing_disk_is_a_miss_and_is_tried_again(built: Path, documents: list[Tokens]) -> None:
