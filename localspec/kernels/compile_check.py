@@ -7,6 +7,7 @@ committed figures; nothing here runs on a card.
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -29,6 +30,9 @@ from localspec.kernels.triton.weight_stream import weight_stream_kernel
 # Shared memory of a multiprocessor in bytes, by compute capability (CUDA programming guide).
 SHARED_BYTES_PER_MULTIPROCESSOR = {80: 167936, 86: 102400, 89: 102400, 90: 233472, 100: 233472, 120: 102400}
 TARGETS = tuple(SHARED_BYTES_PER_MULTIPROCESSOR)
+
+Listing = list[tuple[int, str]]
+"""(address, instruction) pairs of one function."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,12 @@ class Facts:
     instructions_per_weight: float
 
 
-def compile_variant(variant: Variant, capability: int) -> Any:
-    """Triton's compiled kernel as `stream_linear` would launch it on a card of that capability."""
+def fixed_of(variant: Variant, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The constants and the options that a launch fixes on a card of that capability; equal ones mean equal source."""
     nvfp4 = variant.format == "nvfp4"
     modern = capability >= 90
     tiling = tiling_for(variant.tile_rows, nvfp4, SHARED_BYTES_PER_MULTIPROCESSOR[capability], modern)
-    signature = {name: "*fp32" for name in ("scale_ptr", "group_scale_ptr", "bias_ptr", "partial_ptr")}
-    signature |= {name: "*fp32" for name in ("squares_ptr", "squares_out_ptr", "following_ptr")}
-    signature |= {
-        name: "*bf16" for name in ("x_ptr", "out_ptr", "residual_ptr", "norm_ptr", "normed_ptr", "weighted_ptr")
-    }
-    signature |= {"w_ptr": "*u8", "ready_ptr": "*i32", "ticket_ptr": "*i32", "eps": "fp32"}
-    signature |= {name: "i32" for name in ("M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride")}
-    signature["residual_stride"] = "i32"
-    constants = {
+    constants: dict[str, Any] = {
         "BN": variant.tile_rows,
         "MP": variant.rows,
         "DEPTH": tiling.depth,
@@ -100,13 +96,33 @@ def compile_variant(variant: Variant, capability: int) -> Any:
         "CONSTRAINTS": NVFP4_CONSTRAINTS if nvfp4 else FP8_CONSTRAINTS,
     }
     options = {"num_warps": tiling.warps, "maxnreg": tiling.max_registers, "enable_fp_fusion": False}
+    return constants, options
+
+
+def compile_variant(variant: Variant, capability: int) -> Any:
+    """Triton's compiled kernel as `stream_linear` would launch it on a card of that capability."""
+    signature = {name: "*fp32" for name in ("scale_ptr", "group_scale_ptr", "bias_ptr", "partial_ptr")}
+    signature |= {name: "*fp32" for name in ("squares_ptr", "squares_out_ptr", "following_ptr")}
+    signature |= {
+        name: "*bf16" for name in ("x_ptr", "out_ptr", "residual_ptr", "norm_ptr", "normed_ptr", "weighted_ptr")
+    }
+    signature |= {"w_ptr": "*u8", "ready_ptr": "*i32", "ticket_ptr": "*i32", "eps": "fp32"}
+    signature |= {name: "i32" for name in ("M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride")}
+    signature["residual_stride"] = "i32"
+    constants, options = fixed_of(variant, capability)
     return compile_for(weight_stream_kernel, capability, signature, constants, options)
 
 
-def check_variant(variant: Variant, capability: int) -> Facts:
-    """Compile and read the facts. Raises ValueError where the listing has no loop with matrix instructions."""
-    compiled = compile_variant(variant, capability)
-    listing, usage = _disassemble(compiled.asm["cubin"])
+def check_variant(variant: Variant, cubin: bytes, shared_bytes: int, listings: dict[bytes, Listing]) -> Facts:
+    """Read the facts off a variant's machine code.
+
+    listings: by machine code, those made before; this one is added. Cards of a family may run the same code.
+    Raises ValueError where the listing has no loop with matrix instructions.
+    """
+    code = _machine_code(cubin)
+    if code not in listings:
+        listings[code] = _disassemble(cubin)
+    listing, usage = listings[code], _cuobjdump(cubin, "-res-usage")
     loop = _matrix_loop(listing)
     opcodes = Counter(_opcode(text) for text in loop)
     table = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -117,7 +133,7 @@ def check_variant(variant: Variant, capability: int) -> Facts:
     return Facts(
         registers=int(table[1]),
         stack_bytes=int(table[2]),
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=shared_bytes,
         matrix_instructions=sum(count for name, count in opcodes.items() if "MMA" in name),
         loop_instructions=len(loop),
         loop_shared_stores=opcodes["STS"] + opcodes["STSM"],
@@ -126,25 +142,35 @@ def check_variant(variant: Variant, capability: int) -> Facts:
     )
 
 
-def _disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], str]:
-    """(address, instruction) pairs of the only function, and the resource table."""
+def _machine_code(cubin: bytes) -> bytes:
+    """The instructions of the only kernel in an ELF file."""
+    (sections,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + index * size) for index in range(count)]
+    for name, _, _, _, start, length in headers:
+        if cubin.startswith(b".text.", headers[names][4] + name):
+            return cubin[start : start + length]
+    raise ValueError("the cubin has no section of instructions")
+
+
+def _disassemble(cubin: bytes) -> Listing:
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", _cuobjdump(cubin, "-sass"), flags=re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def _cuobjdump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        texts = [
-            subprocess.run([tool, flag, file.name], check=True, capture_output=True, text=True).stdout
-            for flag in ("-sass", "-res-usage")
-        ]
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", texts[0], flags=re.MULTILINE)
-    return [(int(address, 16), text) for address, text in found], texts[1]
+        return subprocess.run([tool, flag, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _opcode(text: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
 
 
-def _matrix_loop(listing: list[tuple[int, str]]) -> list[str]:
+def _matrix_loop(listing: Listing) -> list[str]:
     """Instructions of the shortest backward branch's body that holds a matrix instruction."""
     place = {address: index for index, (address, _) in enumerate(listing)}
     best: list[str] = []

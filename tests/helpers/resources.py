@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import triton.backends.nvidia
 
@@ -23,13 +22,13 @@ class Resources:
     shared_bytes: int
 
 
-def resources(compiled: Any) -> Resources:
-    """Read the resource table of a kernel's cubin; shared memory is what its launch asks for."""
+def resources(cubin: bytes, shared_bytes: int) -> Resources:
+    """Read the resource table of a kernel's cubin. shared_bytes: what its launch asks for."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         dump = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True)
     table = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump.stdout + dump.stderr)
     if table is None:
         raise ValueError(f"cuobjdump printed no resource table: {dump.stdout[:200]}")
-    return Resources(int(table[1]), int(table[2]), max(int(table[3]), compiled.metadata.shared))
+    return Resources(int(table[1]), int(table[2]), max(int(table[3]), shared_bytes))

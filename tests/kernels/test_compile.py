@@ -1,17 +1,18 @@
 """Every kernel beside the weight streams compiles for every card, without one: no spills, shared memory that fits.
 
-Shapes are those of the 27B hybrid. Both cores are used, because 80-odd compilations are slow on one.
+Shapes are those of the 27B hybrid.
 """
 
 from __future__ import annotations
 
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
+
+from tests.helpers.resources import resources
+from tests.kernels.families import assembled_for, compile_all, instructions, shared_with_family
 
 pytestmark = pytest.mark.torch
 
@@ -314,14 +315,6 @@ def compiled(case: Case, target: int) -> Any:
     return compile_for(kernel, target, signature, constants, options)
 
 
-def compile_case(index: int, target: int) -> tuple[int, int]:
-    """Stack bytes a thread and shared bytes a block, in a process of its own."""
-    from tests.helpers.resources import resources
-
-    found = resources(compiled(CASES[index], target))
-    return found.stack_bytes, found.shared_bytes
-
-
 @pytest.mark.parametrize(("target", "conversions"), [(80, 0), (90, 192)])
 def test_attention_decodes_its_cache_in_registers(target: int, conversions: int) -> None:
     """Decoded, a block of keys would be 64 stores of 4 bytes a thread; queries, weights and maxima are all there is."""
@@ -341,17 +334,45 @@ def test_prompts_in_fp4_use_the_card_s_own_product(target: int) -> None:
     assert products and all(own.search(each) for each in products)
 
 
-def test_every_kernel_fits_every_card() -> None:
-    jobs = [(index, target) for index, case in enumerate(CASES) for target in case.targets]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(compile_case, *zip(*jobs, strict=True), chunksize=6))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kernel)
+def test_every_kernel_fits_every_card(case: Case) -> None:
+    found = compile_all(lambda target: compiled(case, target), case.targets, case.by_target.get)
+    assert set(found) == set(case.targets)
     problems = []
-    for (index, target), (stack_bytes, shared_bytes) in zip(jobs, results, strict=True):
-        kernel = CASES[index].kernel
-        spills = stack_bytes and (kernel, target, stack_bytes) not in MEASURED_SPILLS
-        if spills or shared_bytes > SHARED_BYTES.get(target, SMALL_SHARED_BYTES):
-            problems.append(f"{kernel} for sm_{target}: {stack_bytes} B of stack, {shared_bytes} B of shared memory")
+    for target, assembled in found.items():
+        needed = resources(assembled.asm["cubin"], assembled.shared_bytes)
+        spills = needed.stack_bytes and (case.kernel, target, needed.stack_bytes) not in MEASURED_SPILLS
+        if spills or needed.shared_bytes > SHARED_BYTES.get(target, SMALL_SHARED_BYTES):
+            problems.append(f"sm_{target}: {needed}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "first", "other"),
+    [
+        ("gdn_chunk_scan_kernel", 80, 89),
+        ("attention_join_kernel", 100, 90),
+        ("gdn_fold_kernel", 100, 90),
+        ("rms_norm_kernel", 100, 120),
+        ("dense_finish_kernel", 80, 86),
+    ],
+)
+def test_cards_of_a_family_share_what_they_are_said_to(kernel: str, first: int, other: int) -> None:
+    """Samples of every kind that is shared: with products and without, plain Triton and Gluon."""
+    case = next(case for case in CASES if case.kernel == kernel)
+    leader, whole = compiled(case, first), compiled(case, other)
+    assert shared_with_family(leader)
+    shared = assembled_for(leader, other)
+    assert instructions(shared.asm["ptx"]) == instructions(whole.asm["ptx"])
+    assert shared.shared_bytes == whole.metadata.shared
+    assert resources(shared.asm["cubin"], 0) == resources(whole.asm["cubin"], 0)
+
+
+@pytest.mark.parametrize("kernel", ["best_tokens_kernel", "dense_split_kernel", "fp4_matmul_kernel"])
+def test_what_one_card_has_of_its_own_is_not_shared(kernel: str) -> None:
+    """A reduction, a product that Triton lays out, and types of fewer bits."""
+    case = next(case for case in CASES if case.kernel == kernel)
+    assert not shared_with_family(compiled(case, 100))
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 
 pytest.importorskip("triton")
 
-from localspec.kernels.compile_check import TARGETS, Facts, Variant, check_variant
+from localspec.kernels.compile_check import TARGETS, Facts, Listing, Variant, check_variant, compile_variant, fixed_of
+from tests.kernels.families import assembled_for, compile_all, instructions, shared_with_family
 
 pytestmark = pytest.mark.torch
 
@@ -31,14 +29,28 @@ VARIANTS = (
 MOST_INSTRUCTIONS = {("nvfp4", 8): 2.30, ("nvfp4", 16): 2.60, ("fp8", 8): 2.80, ("fp8", 16): 3.60}
 
 
-def test_every_target_compiles_lean() -> None:
-    jobs = [(variant, target) for variant in VARIANTS for target in TARGETS]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(check_variant, *zip(*jobs, strict=True), chunksize=6))
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.format}-{variant.rows}-{variant.epilogue}")
+def test_every_target_compiles_lean(variant: Variant) -> None:
+    found = compile_all(
+        lambda target: compile_variant(variant, target), TARGETS, lambda target: fixed_of(variant, target)
+    )
+    assert set(found) == set(TARGETS)
     problems = []
-    for (variant, target), facts in zip(jobs, results, strict=True):
-        problems += [f"sm_{target} {variant}: {problem}" for problem in _problems(variant, target, facts)]
+    listings: dict[bytes, Listing] = {}
+    for target, assembled in found.items():
+        facts = check_variant(variant, assembled.asm["cubin"], assembled.shared_bytes, listings)
+        problems += [f"sm_{target}: {problem}" for problem in _problems(variant, target, facts)]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(("first", "other"), [(80, 89), (100, 90), (100, 120)])
+def test_cards_of_a_family_share_what_they_are_said_to(first: int, other: int) -> None:
+    variant = Variant(format="fp8", norm=True)
+    leader, whole = compile_variant(variant, first), compile_variant(variant, other)
+    assert shared_with_family(leader) and fixed_of(variant, first) == fixed_of(variant, other)
+    shared = assembled_for(leader, other)
+    assert instructions(shared.asm["ptx"]) == instructions(whole.asm["ptx"])
+    assert shared.shared_bytes == whole.metadata.shared
 
 
 def _problems(variant: Variant, target: int, facts: Facts) -> list[str]:
@@ -80,7 +92,6 @@ def test_a_multiprocessor_holds_the_blocks_of_one_launch(target: int) -> None:
 
 
 def test_ring_bytes_say_what_the_compiler_takes() -> None:
-    from localspec.kernels.compile_check import compile_variant
     from localspec.kernels.triton.tilings import ring_bytes, tiling_for
 
     for form in ("nvfp4", "fp8"):
@@ -101,6 +112,8 @@ def test_unpacking_compiles_without_spills(form: str) -> None:
     if form == "fp8":
         constants["GROUPS"] = True
         signature |= {"group_scale_ptr": "*fp32", "group_stride": "i32"}
-    for target in TARGETS:
-        found = resources(compile_for(kernel, target, signature, constants, {"num_warps": 4}))
-        assert found.stack_bytes == 0, target
+    found = compile_all(
+        lambda target: compile_for(kernel, target, signature, constants, {"num_warps": 4}), TARGETS, lambda _: None
+    )
+    for target, assembled in found.items():
+        assert resources(assembled.asm["cubin"], assembled.shared_bytes).stack_bytes == 0, target
