@@ -84,21 +84,24 @@ class CaptureAhead:
                 if not self.run_one():
                     return arrived.get()
 
-    def run_one(self) -> bool:
-        """Capture and time a step that is not captured yet. False where there is none, or no room for one."""
+    def run_one(self, usual: bool = True) -> bool:
+        """Capture and time a step that is not captured yet. False where there is none, or no room for one. usual: also
+        of laws that most ask for; without, only as the last request asked, if there was one."""
         if self._failed or self._device.spare_graphs() < SPARE_GRAPHS + GRAPHS_OF_A_STEP:
             return False
-        for arm, plan, needs in self._wanted():
+        for arm, plan, needs in self._wanted(usual):
             if not self._device.is_captured(plan, needs):
                 self._run(arm, plan, needs)
                 return True
         return False
 
-    def _wanted(self) -> Iterator[tuple[Arm, VerifyPlan, StepNeeds]]:
-        kinds = [(needs, self._length) for needs in self._usual]
+    def _wanted(self, usual: bool) -> Iterator[tuple[Arm, VerifyPlan, StepNeeds]]:
+        kinds: list[tuple[StepNeeds, int]] = []
         if self._last is not None:
             last, bound = self._last
-            kinds.insert(0, (StepNeeds(last.law, last.logprobs, last.thinking), max(bound, self._length)))
+            kinds.append((StepNeeds(last.law, last.logprobs, last.thinking), max(bound, self._length)))
+        if usual or not kinds:
+            kinds += [(needs, self._length) for needs in self._usual]
         for needs, bound in kinds:
             for arm in self._tuner.foreseen():
                 yield arm, VerifyPlan((SlotPlan(0, SEQUENCE_ID, *arm, bound),)), needs

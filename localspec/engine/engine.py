@@ -198,7 +198,7 @@ class LocalEngine:
         return known[0]
 
     async def capture_ahead(self) -> None:
-        """Capture now the steps that would be captured while nobody asks, so that none is while something is
+        """Capture now the steps that requests like the last one may take, so that none is while something is
         measured."""
         await asyncio.wrap_future(self._ready().parts.loop.capture_ahead())
 

@@ -162,10 +162,10 @@ class DecodeLoop:
         return future
 
     def capture_ahead(self) -> Future[None]:
-        """Capture now what would be captured while nobody asks; a step that is running ends first."""
+        """Capture now what requests that ask as the last one did may need; a step that is running ends first."""
 
         def capture() -> None:
-            while self._ahead is not None and not self._scheduler.active and self._ahead.run_one():
+            while self._ahead is not None and not self._scheduler.active and self._ahead.run_one(usual=False):
                 pass
 
         return self.call(capture)
