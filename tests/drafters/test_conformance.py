@@ -28,6 +28,7 @@ LAWS = (
     Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=9),
     Sampling(),
 )
+LIVELY = Sampling(temperature=2.5, seed=4)
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -38,6 +39,26 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(params=NAMES)
 def session(request: pytest.FixtureRequest, model: Model) -> Session:
     return Session(model, tiny_drafter(request.param, model))
+
+
+@pytest.fixture(scope="module")
+def plain_answers(model: Model) -> list[list[int]]:
+    """Of each slot, 24 tokens without drafts."""
+    plain = Session(model, tiny_drafter("off", model))
+    start_all(plain)
+    for _ in range(24):
+        plain.step([0, 0, 0, 0])
+    return [plain.answer(slot) for slot in range(4)]
+
+
+@pytest.fixture(scope="module")
+def long_answer(model: Model) -> list[int]:
+    """90 tokens of a lively law without drafts, in slot 1."""
+    plain = Session(model, tiny_drafter("off", model))
+    plain.start(1, prompts()[0], LIVELY)
+    for _ in range(90):
+        plain.step([0, 0])
+    return plain.answer(1)
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -123,21 +144,17 @@ def test_propose_leaves_the_sequences_alone_and_repeats_itself(session: Session)
         assert torch.equal(tensor, before[name]), name
 
 
-def test_tokens_are_those_without_drafts(session: Session) -> None:
+def test_tokens_are_those_without_drafts(session: Session, plain_answers: list[list[int]]) -> None:
     """Mixed depths, steps without drafts, padding rows, a law for each slot."""
-    plain = Session(session.model, tiny_drafter("off", session.model))
-    start_all(plain)
     start_all(session)
-    for _ in range(24):
-        plain.step([0, 0, 0, 0])
     rng = random.Random(1)
     for _ in range(24):
         depths = [rng.choice([0, 1, 2, 3]) for _ in range(4)]
         session.verify(session.propose(depths), padding=rng.randrange(3))
         session.verify(session.propose([0, 0, 0, 0])) if rng.random() < 0.2 else None
     for slot in range(4):
-        assert len(session.answer(slot)) >= len(plain.answer(slot)) == 24
-        assert session.answer(slot)[:24] == plain.answer(slot)
+        assert len(session.answer(slot)) >= len(plain_answers[slot]) == 24
+        assert session.answer(slot)[:24] == plain_answers[slot]
 
 
 def test_rejected_rows_leave_no_trace(session: Session) -> None:
@@ -212,22 +229,16 @@ def test_in_front_of_another_drafter_it_says_no_more(session: Session) -> None:
     assert torch.equal(first.token_ids[inside], alone.token_ids[inside])
 
 
-def test_a_refusal_at_every_place_of_the_widest_window(session: Session) -> None:
+def test_a_refusal_at_every_place_of_the_widest_window(session: Session, long_answer: list[int]) -> None:
     """Fifteen drafts that are right up to some place; between such steps the drafter is asked as well."""
-    plain = Session(session.model, tiny_drafter("off", session.model))
-    law = Sampling(temperature=2.5, seed=4)
-    for each in (plain, session):
-        each.start(1, prompts()[0], law)
-    for _ in range(90):
-        plain.step([0, 0])
-    truth = plain.answer(1)
+    session.start(1, prompts()[0], LIVELY)
     for right in (0, 1, 2, 5, 9, 14, 15):
         done = len(session.answer(1))
-        drafts = truth[done : done + 15]
+        drafts = long_answer[done : done + 15]
         if right < 15:
             drafts[right] = (drafts[right] + 1) % 120
         result = session.verify(fixed_draft([[], drafts], 15))
         assert result.num_accepted[1] == right and result.num_emitted[1] == right + 1
         session.step([0, 2])
     length = len(session.answer(1))
-    assert length > 50 and session.answer(1) == truth[:length]
+    assert length > 50 and session.answer(1) == long_answer[:length]

@@ -14,7 +14,14 @@ from localspec.core.state import SequenceState
 from localspec.drafters._drawing import Drawer, DrawnRows
 from localspec.sampling.accept import accept
 from tests.helpers.models import reference_ops
-from tests.sampling.tables import LogitFunction, draft_of, hashed_logits, sequence_state, verify_rows
+from tests.sampling.tables import (
+    LogitFunction,
+    draft_of,
+    draw_rows_together,
+    hashed_logits,
+    sequence_state,
+    verify_rows,
+)
 from tests.sampling.test_accept import law_of
 
 pytestmark = pytest.mark.torch
@@ -63,8 +70,9 @@ class Guesser:
     ("name", "law"),
     [("trimmed", "cut"), ("foreign", "cut"), ("greedy trimmed", "whole"), ("greedy foreign", "whole")],
 )
-def test_joint_law_of_what_is_emitted(name: str, law: str) -> None:
+def test_joint_law_of_what_is_emitted(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of the first two tokens over many seeds; drafts are drawn anew at each step."""
+    draw_rows_together(monkeypatch)
     sampling, logits = LAWS[law], hashed_logits(VOCAB, scale=0.8)
     samplings = [Sampling(**{**sampling.__dict__, "seed": seed}) for seed in range(COUNT)]
     state = sequence_state([[1, 2]] * COUNT, samplings, VOCAB, capacity=12, max_tokens=2)

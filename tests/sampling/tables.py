@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 from localspec.api.types import Sampling
 from localspec.core.records import Draft, Rows, StepResult
 from localspec.core.state import SamplingTable, SequenceState
+from localspec.sampling import noise
 from localspec.sampling.accept import accept
 from localspec.sampling.processors import ProcessorPlan
 
@@ -52,9 +54,11 @@ def sequence_state(
     num_slots = len(prompts)
     table = sampling_table(samplings, vocab_size)
     history = torch.full((num_slots, capacity), 7777, dtype=torch.int64)
-    for slot, prompt in enumerate(prompts):
-        history[slot, : len(prompt)] = torch.tensor(prompt)
-        table.prompt_counts[slot] += torch.bincount(torch.tensor(prompt), minlength=vocab_size).to(torch.int32)
+    slots = torch.tensor([slot for slot, prompt in enumerate(prompts) for _ in prompt])
+    columns = torch.tensor([column for prompt in prompts for column in range(len(prompt))])
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    history[slots, columns] = tokens
+    table.prompt_counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
     stops = torch.full((num_slots, 16), -1, dtype=torch.int64)
     if stop_ids:
         stops[:, : len(stop_ids)] = torch.tensor(stop_ids)
@@ -93,29 +97,38 @@ def draft_of(tokens: Sequence[Sequence[int]], num_columns: int) -> Draft:
 
 def verify_rows(state: SequenceState, draft: Draft, window_rows: Sequence[int], num_rows: int) -> Rows:
     """A step with the given rows for each slot (0: not in the step), in slot order, padded to `num_rows`."""
-    token_ids, positions, slots = [], [], []
-    starts = []
-    for slot, count in enumerate(window_rows):
-        starts.append(len(slots))
-        length = int(state.lengths[slot])
-        for offset in range(count):
-            token = int(state.history[slot, length - 1]) if offset == 0 else int(draft.token_ids[slot, offset - 1])
-            token_ids.append(max(token, 0))
-            positions.append(length - 1 + offset)
-            slots.append(slot)
-    padding = num_rows - len(slots)
+    windows = torch.tensor(window_rows)
+    starts = windows.cumsum(0) - windows
+    slots = torch.arange(len(windows)).repeat_interleave(windows)
+    offsets = torch.arange(len(slots)) - starts[slots]
+    last = state.lengths.cpu()[slots] - 1
+    own = state.history.cpu()[slots, last]
+    drafted = torch.nn.functional.pad(draft.token_ids.cpu(), (1, 0))[slots, offsets].clamp(min=0)
+
+    def padded(values: Tensor, value: int = 0) -> Tensor:
+        return torch.nn.functional.pad(values, (0, num_rows - len(slots)), value=value)
+
     return Rows(
         kind="verify",
-        token_ids=torch.tensor(token_ids + [0] * padding),
-        positions=torch.tensor(positions + [0] * padding),
-        slots=torch.tensor(slots + [-1] * padding),
+        token_ids=padded(torch.where(offsets == 0, own, drafted)),
+        positions=padded(last + offsets),
+        slots=padded(slots, -1),
         block_tables=state.block_tables,
         lengths=state.lengths,
-        window_starts=torch.tensor(starts),
-        window_rows=torch.tensor(list(window_rows)),
+        window_starts=starts,
+        window_rows=windows,
         pending_rows=state.pending_rows,
         max_position_bound=state.history.shape[1],
     )
+
+
+def draw_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the noise of thousands of short rows at once instead of row by row; test_noise.py shows the same bits."""
+    monkeypatch.setattr("localspec.sampling.processors.gumbel", noise_of_all_rows)
+
+
+def noise_of_all_rows(keys: Tensor, ids: Tensor) -> Tensor:
+    return noise._gumbel64(keys, ids)
 
 
 def row_logits(logit_function: LogitFunction, rows: Rows, state: SequenceState, vocab_size: int) -> Tensor:

@@ -20,6 +20,7 @@ from tests.sampling.tables import (
     LogitFunction,
     answer,
     draft_of,
+    draw_rows_together,
     hashed_logits,
     row_logits,
     sequence_state,
@@ -150,8 +151,9 @@ JOINT_LAWS = {
 
 
 @pytest.mark.parametrize("name", list(JOINT_LAWS))
-def test_joint_law_of_a_window(name: str) -> None:
+def test_joint_law_of_a_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of the first three tokens, drafted and then finished by steps without drafts."""
+    draw_rows_together(monkeypatch)
     vocab, count, sampling = 5, 10_000, JOINT_LAWS[name]
     logits = hashed_logits(vocab, scale=0.8)
     first = torch.tensor(law_of(logits, [1, 2], sampling, vocab, 2)).argmax().item()
@@ -189,8 +191,11 @@ def window_histories(state: SequenceState, drafts: list[int]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=4)])
-def test_a_random_draft_is_accepted_as_often_as_its_probability(sampling: Sampling) -> None:
+def test_a_random_draft_is_accepted_as_often_as_its_probability(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The canary: a verifier that believes its own drafts accepts more."""
+    draw_rows_together(monkeypatch)
     vocab, count = 7, 4000
     logits = hashed_logits(vocab)
     law = law_of(logits, [1, 2], sampling, vocab, 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from localspec.sampling.noise import gumbel, row_keys
+from tests.sampling.tables import noise_of_all_rows
 
 pytestmark = pytest.mark.torch
 
@@ -27,6 +28,16 @@ def test_same_value_alone_in_a_batch_and_among_candidates() -> None:
     for row in range(4):
         alone = gumbel(row_keys(seeds[row : row + 1], torch.tensor([[0, 5, 70_000, 1][row]])), torch.arange(1001))
         assert torch.equal(alone[0], whole[row, :1001])
+
+
+def test_all_rows_at_once_give_the_same_bits() -> None:
+    """What the tests of the law use in place of one row after the other."""
+    keys = row_keys(torch.tensor([3, -9, 2**62, 5, 0] * 7), torch.arange(35))
+    for width in (1, 5, 6, 7, 19):
+        ids = torch.randint(0, 99, (35, width), generator=torch.Generator().manual_seed(width))
+        assert torch.equal(noise_of_all_rows(keys, ids), gumbel(keys, ids))
+        columns = torch.arange(width, dtype=torch.int32)
+        assert torch.equal(noise_of_all_rows(keys, columns), gumbel(keys, columns))
 
 
 def test_known_values_never_change() -> None:
