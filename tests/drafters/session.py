@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from localspec.core.records import (
 )
 from localspec.core.state import Cache
 from localspec.drafters import Depths, Drafter, DrafterSetup, drafter_module
+from localspec.kernels.backends.reference import ReferenceOps
 from localspec.models import Model
 from localspec.runner.slots import fill_slot, make_state, release_slot
 from localspec.sampling.accept import accept
@@ -34,8 +36,15 @@ def random_target(model_type: str, folder: Path, seed: int = 0) -> Model:
     return load_model(random_checkpoint(model_type, seed, folder))
 
 
+@functools.cache
+def _operations(num_threads: int) -> ReferenceOps:
+    """They probe the machine when they are made, which takes longer than a step of a tiny drafter."""
+    del num_threads
+    return reference_ops()
+
+
 def setup_for(model: Model, folder: Path | None = None) -> DrafterSetup:
-    return DrafterSetup(reference_ops(), model, MAX_SLOTS, CONTEXT_TOKENS, folder=folder)
+    return DrafterSetup(_operations(torch.get_num_threads()), model, MAX_SLOTS, CONTEXT_TOKENS, folder=folder)
 
 
 def tiny_drafter(name: str, model: Model) -> Drafter:
