@@ -13,8 +13,8 @@ from torch import Tensor  # isort: skip
 from localspec.kernels import reference_gdn, reference_settle  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging, Settled, Window  # isort: skip
-from localspec.kernels.triton import attention, attention_prefill, elementwise, gdn_fold, gdn_prefill, gdn_window  # isort: skip
-from localspec.kernels.triton import norm_rope, settle  # isort: skip
+from localspec.kernels.triton import attention, attention_blocks, attention_prefill, elementwise, gdn_fold  # isort: skip
+from localspec.kernels.triton import gdn_prefill, gdn_window, norm_rope, settle  # isort: skip
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear  # isort: skip
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
@@ -33,26 +33,30 @@ def _pool(num_pages: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Te
     return k, v, tables
 
 
-@pytest.mark.parametrize("heads", [(6, 1, 32), (4, 2, 64), (3, 3, 16)], ids=str)
-def test_attention_window(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "gated"),
+    [((6, 1, 32), False), ((6, 1, 32), True), ((4, 2, 64), False), ((4, 2, 64), True), ((3, 3, 16), False)],
+    ids=str,
+)
+def test_attention_window(heads: tuple[int, int, int], gated: bool) -> None:
     num_heads, kv_heads, head_dim = heads
     k, v, tables = _pool(22, kv_heads, head_dim)
-    slots = torch.tensor([0] * 7 + [1] * 3 + [-1] * 2)
-    end = torch.tensor([*range(325, 332), 63, 64, 65, 0, 0])
-    begin = torch.tensor([0] * 6 + [300] + [0] * 5)
-    q = torch.randn(12, num_heads + 1, head_dim)[:, :num_heads]
+    # With six heads to a key head a tile holds two rows: three tiles, the last not full.
+    slots = torch.tensor([0] * 5 + [1] * 2 + [-1])
+    end = torch.tensor([*range(327, 332), 64, 65, 0])
+    begin = torch.tensor([0] * 4 + [300] + [0] * 3)
+    q = torch.randn(8, num_heads + 1, head_dim)[:, :num_heads]
     paging = Paging(tables, slots, 400)
     expected = REFERENCE.attention(q, k, v, paging, begin, end, head_dim**-0.5)
-    found = attention.paged_attention(q, k, v, paging, (begin, end), head_dim**-0.5)
-    _close(found, expected, 1e-6)
-    assert not found[10:].any()
-    gate = torch.randn(12, num_heads, 2, head_dim)[:, :, 1]
-    gated = attention.paged_attention(q, k, v, paging, (begin, end), head_dim**-0.5, gate)
-    _close(gated, expected * torch.sigmoid(gate), 1e-6)
+    gate = torch.randn(8, num_heads, 2, head_dim)[:, :, 1] if gated else None
+    found = attention.paged_attention(q, k, v, paging, (begin, end), head_dim**-0.5, gate)
+    _close(found, expected if gate is None else expected * torch.sigmoid(gate), 1e-6)
+    assert not found[7:].any()
 
 
 def test_single_blocks_and_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v, tables = _pool(22, 1, 32)
+    k[tables[0, 8:].long()] *= 3  # the greatest weights are in the second group
     paging = Paging(tables[:1], torch.zeros(2, dtype=torch.int64), 600)
     end, begin = torch.tensor([590, 300]), torch.tensor([0, 45])
     q = torch.randn(2, 4, 32)
@@ -61,6 +65,10 @@ def test_single_blocks_and_groups_give_the_same_bits(monkeypatch: pytest.MonkeyP
     coarse = attention.paged_attention(q, k, v, paging, (begin, end), 0.2)
     _close(fine, REFERENCE.attention(q, k, v, paging, begin, end, 0.2), 1e-6)
     assert torch.equal(fine, coarse)
+    # A group at a time, as texts of many thousands of keys are merged.
+    monkeypatch.setattr(attention_blocks, "MERGE_GROUPS", 1)
+    merged = attention.paged_attention(q, k, v, paging, (begin, end), 0.2)
+    _close(merged, REFERENCE.attention(q, k, v, paging, begin, end, 0.2), 1e-6)
 
 
 def test_attention_over_fp8() -> None:
@@ -265,7 +273,7 @@ def test_windows_and_what_becomes_of_them(width: int) -> None:
     def draw(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator)
 
-    for round_ in range(24):
+    for round_ in range(16):
         counts = [int(draw(width + 2, 1)) for _ in range(4)]
         starts = [sum(counts[:slot]) for slot in range(4)]
         rows = sum(counts) + round_ % 2

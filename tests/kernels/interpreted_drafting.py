@@ -37,8 +37,8 @@ def _copy(part: KeptRows | NewestRows) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in named.items()}
 
 
-@pytest.mark.parametrize("num_rows", [4, 16])
-def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "num_rounds"), [(4, 30), (16, 24)])
+def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int, num_rounds: int) -> None:
     """Random sequences, pauses beyond what is kept, slots that were never seen or are not asked; whole numbers."""
     generator = torch.Generator().manual_seed(num_rows)
 
@@ -49,7 +49,7 @@ def test_rows_that_wait_are_taken_and_their_newest_kept(num_rows: int) -> None:
     joined = JoinedNorms(torch.randn(99, WIDTH, generator=generator), norm, Norm(norm.weight * 2, 1e-4))
     tickets = torch.zeros(2, dtype=torch.int32)
     seen_ready = seen_lost = 0
-    for round_ in range(40):
+    for round_ in range(num_rounds):
         lengths = draw(0, 30, SLOTS)
         done = torch.cat([(lengths - draw(0, 14, SLOTS)).clamp(min=-1), torch.tensor([-1])])
         rows = torch.randn(SLOTS + 1, KEPT, WIDTH, generator=generator)

@@ -58,7 +58,7 @@ def test_the_back_end_puts_prompts_together(
     gated: bool, slices: int, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gated weights, slices, biases and residuals, all padded to whole tiles; the steps of few rows are not its own."""
-    columns, half = 272, 48 if slices == 1 else 160
+    columns, half = 272, 48 if slices == 1 else 80
     monkeypatch.setattr(triton_sm100, "fp4_matmul", _product)
     monkeypatch.setattr(triton_sm80, "tile_rows_for", lambda *_: 32)
     if slices > 1:
@@ -71,8 +71,9 @@ def test_the_back_end_puts_prompts_together(
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, columns, generator=generator).bfloat16()
     rows = half * (1 + gated)
-    bias = torch.randn(rows, generator=generator) if extra == "bias" else None
-    residual = torch.randn(40, rows, generator=generator).bfloat16() if extra == "residual" else None
+    # As large as the products, so that one that is left out shows.
+    bias = torch.randn(rows, generator=generator) * 4000 if extra == "bias" else None
+    residual = (torch.randn(40, rows, generator=generator) * 4000).bfloat16() if extra == "residual" else None
     epilogue: Epilogue = "silu_mul" if gated else "residual" if residual is not None else "none"
     found = ops.linear(x, packed, epilogue=epilogue, residual=residual, bias=bias).float()
     wanted = torch.cat([fp4_product(x, part) for part in parts], dim=1)
