@@ -36,6 +36,12 @@ UNMEASURED = CompactOptions(measure=False)
 IDS = [7 * i % 100 for i in range(70)]
 
 
+@pytest.fixture(autouse=True)
+def _few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix takes a pass over all of them."""
+    monkeypatch.setattr(calibration, "MAX_CALIBRATION_WINDOWS", 5)
+
+
 def tiny_model(name: str, seed: int, folder: Path) -> Path:
     """Whole blocks of 16 columns nearly everywhere; the hybrids keep a down projection and an output of odd width."""
     tiny_text_model(name, seed, folder)
@@ -244,7 +250,6 @@ def test_importance_comes_from_what_a_matrix_sees(tmp_path: Path) -> None:
 def test_feedback_lowers_what_the_text_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_model("qwen3_5", 12, tmp_path / "model")
     add_mtp(source)
-    monkeypatch.setattr(calibration, "MAX_CALIBRATION_WINDOWS", 5)  # each matrix takes a pass over all of them
     plain = compact_model(source, tmp_path / "data", CompactOptions())
     # Room for the moments of two matrices, so that they are gathered many times.
     monkeypatch.setattr(compact, "MOMENT_BYTES", 2 * 4 * 64 * 64)
