@@ -42,7 +42,7 @@ def build(directory: Path, documents: Sequence[Tokens], **options: int) -> None:
 
 def settle(table: NgramTable) -> None:
     """Wait until every posted read was answered."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while table.pending_reads:
         assert time.monotonic() < deadline
         time.sleep(0.0002)
