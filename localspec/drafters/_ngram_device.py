@@ -39,6 +39,8 @@ from localspec.storage.ngram_format import (
 NUM_BUCKETS = 1 << 13
 """A context's records lie in one bucket of 8: 4 MiB of table, 512 bytes read a slot and step."""
 STAGED_RECORDS = 256
+MAX_SEQUENCES = 64
+"""Whose last guesses are kept."""
 READ_WAIT_S = 0.004
 """The feeding thread waits this long for pages; a step is longer."""
 _WORDS = RECORD_BYTES // 8
@@ -283,6 +285,9 @@ class NgramFeed:
         if ended:
             return
         self._guesses[sequence_id] = guesses = advisor.ask(tail)
+        if len(self._guesses) > MAX_SEQUENCES:
+            # Of a sequence whose end nobody told: a stop string, a client that left.
+            self._guesses.pop(next(iter(self._guesses)))
         ahead = guesses[0].tokens if guesses else ()
         advisor.prefetch(tail, ahead)
         deadline_s = time.monotonic() + READ_WAIT_S

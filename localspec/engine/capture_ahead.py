@@ -9,14 +9,14 @@ holds. Several sequences, grammars and rare laws are captured when they come up.
 from __future__ import annotations
 
 import logging
-import queue
-from collections.abc import Iterator
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
 
 from localspec.api.types import Sampling
 from localspec.core.records import Request, SlotPlan, VerifyPlan
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
+from localspec.engine.inbox import Action
 from localspec.engine.step import run_verify
 from localspec.engine.step_costs import Arm
 from localspec.engine.tuner import Tuner
@@ -36,7 +36,6 @@ QUIET_S = 0.5
 STEPS = 3
 """Of a choice; the first captures, the last is timed."""
 USUAL_LAWS = (Sampling(temperature=0.8, top_k=20, top_p=0.95), Sampling())
-Found = TypeVar("Found")
 
 
 @runtime_checkable
@@ -73,16 +72,14 @@ class CaptureAhead:
         if len(plan.slots) == 1 and not needs.grammars:
             self._last = needs, plan.slots[0].length_bound_tokens
 
-    def work_until(self, arrived: queue.SimpleQueue[Found]) -> Found:
-        """Wait for something to arrive, and capture meanwhile, one step between two looks."""
+    def work_until(self, arrived: Callable[[float | None], Action | None]) -> Action | None:
+        """Wait for something to arrive, and capture meanwhile, one step between two looks. arrived: `Inbox.next`."""
         patience_s = QUIET_S
-        while True:
-            try:
-                return arrived.get(timeout=patience_s)
-            except queue.Empty:
-                patience_s = 0.0
-                if not self.run_one():
-                    return arrived.get()
+        while (found := arrived(patience_s)) is None:
+            patience_s = 0.0
+            if not self.run_one():
+                return arrived(None)
+        return found
 
     def run_one(self, usual: bool = True) -> bool:
         """Capture and time a step that is not captured yet. False where there is none, or no room for one. usual: also

@@ -16,6 +16,8 @@ from localspec.core.records import GRAPH_ROWS, MAX_ROWS
 
 PRIOR_WEIGHT = 8.0
 """Observations that the identity (w = 1, b = 0) stands for."""
+MOST_CURVATURE = 500.0
+"""The memory of a coordinate: some 2,500 drafts, after which an estimate still follows the work."""
 LOGIT_LIMIT = 6.0
 RETAINED = 0.8
 """Of the smoothed counters, each step."""
@@ -42,8 +44,8 @@ class Calibration:
             x = logit(value)
             chance = self.chance(value, position)
             error, curvature = chance - float(position < accepted), max(chance * (1.0 - chance), 0.01)
-            self._curvature += curvature * x * x
-            self._curvatures[position] += curvature
+            self._curvature = min(self._curvature + curvature * x * x, MOST_CURVATURE)
+            self._curvatures[position] = min(self._curvatures[position] + curvature, MOST_CURVATURE)
             self.slope -= error * x / self._curvature
             self.offsets[position] -= error / self._curvatures[position]
             self.seen += 1

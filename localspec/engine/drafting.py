@@ -147,6 +147,10 @@ class DrafterSet:
         for drafter in self._drafters.values():
             drafter.forget(slot)
 
+    def release(self, slot: int) -> None:
+        """No request holds the slot any more: what came with it counts for no step."""
+        self._corpus_tokens[slot] = 0
+
     def _speak(
         self,
         drafter: Drafter,

@@ -155,8 +155,10 @@ class LocalEngine:
         built.text.tokenizer.memory.clear()
         if built.tables is not None:
             built.tables.forget(chat_id)
-        await asyncio.wrap_future(built.parts.loop.forget(chat_id))
-        await asyncio.wrap_future(built.parts.loop.tiers.forget(chat_id))
+        # All is asked for before anything is waited for: who asks may leave, and what is forgotten goes all the same.
+        loop = built.parts.loop
+        for future in (loop.forget(chat_id), loop.tiers.forget(chat_id)):
+            await asyncio.wrap_future(future)
 
     async def load(self, model_id: str) -> ModelInfo:
         await self._unload()
@@ -200,7 +202,9 @@ class LocalEngine:
     async def capture_ahead(self) -> None:
         """Capture now the steps that requests like the last one may take, so that none is while something is
         measured."""
-        await asyncio.wrap_future(self._ready().parts.loop.capture_ahead())
+        loop, more = self._ready().parts.loop, [True]
+        while more[-1]:
+            await asyncio.wrap_future(loop.call(lambda: more.append(loop.capture_ahead())))
 
     async def aclose(self) -> None:
         self._closed = True

@@ -7,7 +7,6 @@ which must not block.
 from __future__ import annotations
 
 import logging
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from localspec.engine.accounting import StepAccounting
 from localspec.engine.capture_ahead import CaptureAhead
 from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
+from localspec.engine.inbox import Inbox
 from localspec.engine.metrics import MetricsRecorder, RequestClock
 from localspec.engine.prompt_reader import PromptReader
 from localspec.engine.ring import ResultRing
@@ -120,7 +120,7 @@ class DecodeLoop:
         self._metrics = metrics
         self._states = SavedStates(stages.runner, scheduler)
         self._ahead = ahead
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._tickets: dict[int, Ticket] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -133,42 +133,28 @@ class DecodeLoop:
     def stop(self) -> None:
         """End running requests with `cancelled` and wait for the thread."""
         self.tiers.close()
-        self._commands.put(self._begin_stop)
+        self._inbox.post(self._begin_stop)
         self._thread.join()
 
     def submit(self, request: Request, sink: Sink, grammar: RequestGrammar | None = None) -> Ticket:
         """Queue a request; its news go to `sink`, EndNews last. `grammar` belongs to this thread from now on."""
         ticket = Ticket(request, sink, grammar)
-        self._commands.put(lambda: self._accept_ticket(ticket))
+        gone = EngineError("not_ready", "the model was unloaded before the answer began; ask again")
+        self._inbox.post(lambda: self._accept_ticket(ticket), lambda: sink(EndNews("error", Timings(), gone)))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request within one step. Harmless after its end."""
-        self._commands.put(lambda: self._cancel(ticket))
+        self._inbox.post(lambda: self._cancel(ticket))
 
     def call(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function between two steps; the future carries its exception."""
-        future: Future[None] = Future()
+        """See `Inbox.call`."""
+        return self._inbox.call(function)
 
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._commands.put(run)
-        return future
-
-    def capture_ahead(self) -> Future[None]:
-        """Capture now what requests that ask as the last one did may need; a step that is running ends first."""
-
-        def capture() -> None:
-            while self._ahead is not None and not self._scheduler.active and self._ahead.run_one(usual=False):
-                pass
-
-        return self.call(capture)
+    def capture_ahead(self) -> bool:
+        """On this thread: capture a step that requests which ask as the last one did may need. False if there is none,
+        or somebody asks for something else."""
+        return self._ahead is not None and not self._scheduler.active and self._ahead.run_one(usual=False)
 
     def forget(self, chat_id: str) -> Future[None]:
         """Drop the cached prefixes of a chat."""
@@ -181,8 +167,18 @@ class DecodeLoop:
                     self._turn()
                 except Exception as error:
                     log.exception("a step failed")
-                    self._fail_all(EngineError("internal", f"the step failed ({type(error).__name__}: {error})"))
-            self._fail_all(None)
+                    self._give_up(EngineError("internal", f"the step failed ({type(error).__name__}: {error})"))
+            self._give_up(None)
+        self._inbox.close()
+
+    def _give_up(self, error: EngineError | None) -> None:
+        """End every request. Where that fails too the device is gone for good, and this thread with it."""
+        try:
+            self._fail_all(error)
+        except Exception as worse:
+            log.exception("the engine cannot go on")
+            self._metrics.update(state="failed", stage=f"the device does not answer any more ({worse})")
+            self._stopping = True
 
     def _turn(self) -> None:
         starved = self.tiers.restoring and not self._scheduler.active
@@ -204,13 +200,12 @@ class DecodeLoop:
         if wait:
             nobody_asks = not self._scheduler.active and not self._scheduler.waiting
             ahead = self._ahead if nobody_asks else None
-            (ahead.work_until(self._commands) if ahead is not None else self._commands.get())()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            command()
+            action = ahead.work_until(self._inbox.next) if ahead is not None else self._inbox.next()
+        else:
+            action = self._inbox.next(0)
+        while action is not None:
+            action()
+            action = self._inbox.next(0)
 
     def _accept_ticket(self, ticket: Ticket) -> None:
         if ticket.cancelled or self._stopping:
@@ -334,6 +329,7 @@ class DecodeLoop:
         if sequence.outgrown:
             scheduler.park_states(list(states))
         runner.release(slot)
+        self.stages.drafters.release(slot)
         self.tiers.retired(sequence, ids, states)
 
     def _remember_prompt(self, sequence: Sequence, num_tokens: int) -> None:
@@ -383,16 +379,19 @@ class DecodeLoop:
         self._stopping = True
 
     def _fail_all(self, error: EngineError | None) -> None:
-        """End every request; with an error also drop all caches, whose contents are in doubt."""
+        """End every request; with an error also drop all caches, whose contents are in doubt. Who asked is told first:
+        the device may be what failed."""
+        active, waiting = self._scheduler.active, self._scheduler.waiting
+        for sequence in (*active, *waiting):
+            self._end(sequence, "error" if error else "cancelled", error)
         self._ring.pop(drain=True)
-        for sequence in self._scheduler.active:
+        for sequence in active:
             slot = sequence.slot
             self._scheduler.retire(sequence, keep=False)
             self.stages.runner.release(slot)
-            self._end(sequence, "error" if error else "cancelled", error)
-        for sequence in self._scheduler.waiting:
+            self.stages.drafters.release(slot)
+        for sequence in waiting:
             self._scheduler.cancel(sequence)
-            self._end(sequence, "error" if error else "cancelled", error)
         self._scheduler.admit()
         if error is not None:
             self._scheduler.clear()

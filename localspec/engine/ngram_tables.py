@@ -63,6 +63,7 @@ class NgramTables:
         self.handles = self._open(folder, report)
         self._inbox: queue.SimpleQueue[_Answer | _Forget | None] = queue.SimpleQueue()
         self._waiting: list[_Answer] = []
+        self._was_full = False
         self._before_close: list[Callable[[], None]] = []
         self._flushed_s = time.monotonic()
         self._worker = threading.Thread(target=self._work, name="ngram", daemon=True)
@@ -170,6 +171,9 @@ class NgramTables:
         if not self._waiting:
             return
         self._flushed_s = time.monotonic()
+        if self._is_full():
+            self._waiting = []
+            return
         try:
             with self._builder() as builder:
                 for answer in self._waiting:
@@ -181,6 +185,16 @@ class NgramTables:
             while sum(len(answer.token_ids) for answer in self._waiting) > MAX_WAITING_TOKENS:
                 self._waiting.pop(0)
         self._refresh()
+
+    def _is_full(self) -> bool:
+        """Whether the own table takes no more answers, said once."""
+        own = next((handle.table for handle in self.handles if handle.name == OWN), None)
+        full = own is not None and own.is_full
+        if full and not self._was_full:
+            name = self._own.name
+            log.warning("The table %s is full and learns no more: `localspec ngram rm %s` begins it anew.", name, name)
+        self._was_full = full
+        return full
 
     def _forget(self, source: str) -> None:
         self._waiting = [answer for answer in self._waiting if answer.source != source]

@@ -155,7 +155,7 @@ class HostAndDisk(NoTiers):
     def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
         future: Future[None] = Future()
         wish = Wish(token_ids, 0, chat_id=chat_id)
-        self._wishes.put(lambda: self._fetch(wish, lambda problem: future.set_result(None)))
+        self._wishes.put(lambda: self._fetch(wish, lambda problem: _settle(future)))
         return future
 
     def retired(self, sequence: Sequence, ids: tuple[int, ...], states: list[tuple[int, StateSnapshot]]) -> None:
@@ -187,7 +187,7 @@ class HostAndDisk(NoTiers):
             if self._store is not None:
                 self._store.forget_chat(chat_id)
             self._figures.report()
-            future.set_result(None)
+            _settle(future)
 
         self._turns.put(from_memory)
         return future
@@ -372,5 +372,11 @@ def _worth_keeping(states: list[tuple[int, StateSnapshot]]) -> list[tuple[int, S
 
 def _done() -> Future[None]:
     future: Future[None] = Future()
-    future.set_result(None)
+    _settle(future)
     return future
+
+
+def _settle(future: Future[None]) -> None:
+    """What was asked for is done, whether or not somebody still waits."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

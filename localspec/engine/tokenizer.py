@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -19,26 +20,30 @@ class TokenMemory:
 
     A tokenizer may split a text otherwise than the model wrote it; then the next turn would miss the cache from the
     answer on. Entries are whole texts (prompt and answer); a later prompt that begins with one takes its ids.
-    Private texts are remembered like others: this lives in memory only.
+    Private texts are remembered like others: this lives in memory only. Any thread may ask.
     """
 
     def __init__(self, max_entries: int = 64) -> None:
         self._entries: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._max_entries = max_entries
+        self._lock = Lock()
 
     def remember(self, text: str, token_ids: tuple[int, ...]) -> None:
-        self._entries.pop(text, None)
-        self._entries[text] = token_ids
-        while len(self._entries) > self._max_entries:
-            self._entries.popitem(last=False)
+        with self._lock:
+            self._entries.pop(text, None)
+            self._entries[text] = token_ids
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
 
     def longest_prefix(self, text: str) -> tuple[str, tuple[int, ...]]:
         """The longest remembered text that `text` begins with, and its ids; empty if none."""
-        best = max((known for known in self._entries if text.startswith(known)), key=len, default="")
-        return best, self._entries.get(best, ())
+        with self._lock:
+            best = max((known for known in self._entries if text.startswith(known)), key=len, default="")
+            return best, self._entries.get(best, ())
 
     def clear(self) -> None:
-        self._entries.clear()
+        with self._lock:
+            self._entries.clear()
 
 
 class Tokenizer:

@@ -32,6 +32,7 @@ from localspec.server.settings import ServerSettings
 BACKLOG = 128
 GRACE_S = 5
 SIGNALS_TO_KILL = 3
+WATCH_S = 2.0
 
 OnListening = Callable[[str], None]
 
@@ -70,7 +71,8 @@ async def serve(
     """Serve in this event loop; says whether SIGINT ended it.
 
     `on_listening` gets the base address (`http://127.0.0.1:8012`) once connections are taken; by default it is
-    printed. Raises PortInUse, UnsafeAddress, or OSError for an address that is not this machine's.
+    printed. Raises PortInUse, UnsafeAddress, OSError for an address that is not this machine's, or EngineError when
+    the engine's device failed for good.
     """
     settings = settings or ServerSettings()
     check_settings(settings)
@@ -95,7 +97,7 @@ async def serve(
     )
     address = base_address(settings.host, port)
     (on_listening or _print_address)(address)
-    watch = asyncio.create_task(_say_failure(engine))
+    watch = asyncio.create_task(_watch(engine, server))
     if settings.stop_when_unused:
         asyncio.get_running_loop().call_later(settings.unclaimed_s, stop_if_unused, app.state.port)
     try:
@@ -112,16 +114,26 @@ async def serve(
         for item in sockets:
             item.close()
         await engine.aclose()
+    if server.failure:
+        raise EngineError("internal", f"The engine failed: {server.failure}; start it again.")
     return server.interrupted
 
 
-async def _say_failure(engine: Engine) -> None:
-    """A model that does not load is said where the server was started, too: a typing error would wait unseen."""
+async def _watch(engine: Engine, server: _Server) -> None:
+    """A model that does not load is said where the server was started, too: a typing error would wait unseen. An engine
+    whose device failed for good ends the server: who started it can start it again."""
     try:
         await engine.wait_ready()
     except EngineError as error:
         if engine.metrics().state == "failed":
             print(f"The model failed to load: {error.message}", file=sys.stderr, flush=True)
+    while True:
+        await asyncio.sleep(WATCH_S)
+        now = engine.metrics()
+        if now.state == "failed" and engine.model() is not None:
+            server.failure = now.stage
+            server.stop()
+            return
 
 
 class _Server(uvicorn.Server):
@@ -131,6 +143,7 @@ class _Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app=_no_app))
         self._engine = engine
         self.interrupted = False
+        self.failure = ""
         self._n_signals = 0
 
     @contextlib.contextmanager

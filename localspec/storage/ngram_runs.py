@@ -253,16 +253,23 @@ class NgramTable:
         stamp = self._manifest_stamp()
         if stamp == self._stamp and not self._missing_runs:
             return False
+        # What is refused now is refused once.
+        self._stamp = stamp
         try:
             manifest = self._table.load() if stamp else None
         except FileNotFoundError:
             manifest = None
         if manifest is None or manifest.tokenizer_fingerprint != self._fingerprint or manifest.order != self.order:
-            self._view, self._gone, self._stamp = _View(), True, stamp
+            self._view, self._gone = _View(), True
             return True
         self._install(manifest)
-        self._stamp = stamp
         return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a tenth of the memory for the index is left at most: beyond it the table would not open again."""
+        fences = sum(slot.run.fences.nbytes for slot in self._view.slots)
+        return 10 * fences >= 9 * self._index_cap_bytes
 
     def _manifest_stamp(self) -> tuple[int, int] | None:
         with contextlib.suppress(FileNotFoundError):
