@@ -122,6 +122,21 @@ def default_model(config: Settings) -> str:
     return others[0] if others else DEMO_MODEL_ID
 
 
+def check_model_is_there(config: Settings, model_id: str) -> None:
+    """Raises EngineError where the model is neither installed nor the demo, which is fetched when it is needed."""
+    from localspec.api.types import EngineError
+    from localspec.hub.records import HubError
+
+    try:
+        known, name = catalogue(config), known_id(config, model_id)
+        entry = next((each for each in known.models if each.id == name), None)
+        if not (config.paths.models_dir / name / "localspec.json").is_file() and (entry is None or not entry.demo):
+            raise EngineError("model_not_found", _not_installed(known, model_id))
+    except HubError as error:
+        code = "machine_cannot" if error.exit_code == EXIT_MACHINE_CANNOT else "model_not_found"
+        raise EngineError(code, str(error)) from error
+
+
 def make_locator(
     config: Settings, offline: bool, device: str = "auto"
 ) -> Callable[[str, Callable[[str], None]], ModelPlace]:
@@ -137,6 +152,8 @@ def make_locator(
         from localspec.hub.get import Wish, get
         from localspec.hub.records import HubError
 
+        check_model_is_there(config, model_id)
+
         def show(progress: PullProgress) -> None:
             share = f" {progress.done_bytes * 100 // progress.total_bytes}%" if progress.total_bytes else ""
             report(f"{progress.message}{share}")
@@ -146,9 +163,7 @@ def make_locator(
             entry = next((each for each in known.models if each.id == name), None)
             folder = config.paths.models_dir / name
             if not (folder / "localspec.json").is_file():
-                if entry is None or not entry.demo:
-                    raise EngineError("model_not_found", _not_installed(known, model_id))
-                get(known, Wish(entry.id, offline=offline), config.paths.data_dir, hub_settings(config), show)
+                get(known, Wish(name, offline=offline), config.paths.data_dir, hub_settings(config), show)
             _refuse_unsuited(known, name, folder, device)
             _check_files(folder)
             if entry is None:

@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from localspec.api.types import Delta, Done, EngineError, GenerateRequest, Message, Sampling
-from localspec.commands.common import default_model, fail_engine, make_locator, print_json, read_prompt, settings
+from localspec.commands.common import (
+    check_model_is_there,
+    default_model,
+    fail_engine,
+    make_locator,
+    print_json,
+    read_prompt,
+    settings,
+)
 from localspec.commands.options import (
     check_number,
     context_option,
@@ -48,6 +56,13 @@ from localspec.commands.options import (
 def run(**options: Any) -> None:
     """Answer PROMPT (or stdin, with -) and exit. Text on stdout, everything else on stderr."""
     config = settings()
+    prompt = read_prompt(options["prompt"])
+    model_id = options["model"] or default_model(config)
+    try:
+        # What is wrong with the request is said before the engine is imported, which takes seconds.
+        check_model_is_there(config, model_id)
+    except EngineError as error:
+        fail_engine(error)
     from localspec.engine.build import EngineOptions
     from localspec.engine.engine import LocalEngine
 
@@ -67,8 +82,6 @@ def run(**options: Any) -> None:
             tuner_dir=config.paths.tuner_dir,
         ),
     )
-    prompt = read_prompt(options["prompt"])
-    model_id = options["model"] or default_model(config)
     try:
         document = asyncio.run(_answer(engine, model_id, prompt, options))
     except EngineError as error:

@@ -34,6 +34,7 @@ from localspec.commands.options import (
 from localspec.config import DEFAULT_PORT, Settings
 
 if TYPE_CHECKING:
+    from localspec.engine.engine import LocalEngine
     from localspec.hub.records import PullProgress
 
 
@@ -63,16 +64,55 @@ if TYPE_CHECKING:
 @click.option("--until-unused", is_flag=True, hidden=True, help="Stop when the last chat has left.")
 def serve(**options: Any) -> None:
     """Serve the OpenAI API on this machine. The model loads in the background; /health says when it is ready."""
-    from localspec.engine.build import EngineOptions
-    from localspec.engine.engine import LocalEngine
+    from localspec.api.types import EngineError
     from localspec.server.context import ControlHooks
-    from localspec.server.security import UnsafeAddress
+    from localspec.server.security import UnsafeAddress, check_settings
     from localspec.server.serve import load_or_create_key, run_server
     from localspec.server.settings import ServerSettings
 
     config = settings()
     offline = options["offline"] or config.network.offline
-    engine = LocalEngine(
+    try:
+        port_settings = ServerSettings(
+            host=options["host"],
+            port=options["port"],
+            api_key=options["api_key"],
+            control_key=load_or_create_key(config.paths.key_file),
+            cors_origins=tuple(filter(None, options["cors_origins"].split(","))),
+            allowed_hosts=options["allow_host"],
+            max_requests=options["max_requests"],
+            strict_model=options["strict_model"],
+            emit_reasoning=options["emit_reasoning"],
+            stop_when_unused=options["until_unused"],
+        )
+        # Before the engine is imported, which takes seconds.
+        check_settings(port_settings)
+        engine = _engine(config, offline, options)
+        engine.start(options["model"] or default_model(config))
+        hooks = ControlHooks(
+            pull=lambda model_id: pull_events(config, model_id, offline),
+            explain_tuner=engine.explain_tuner,
+            reset_tuner=engine.reset_tuner,
+        )
+        announce = _announcer(config.paths.engine_file) if options["for_chat"] else None
+        run_server(engine, port_settings, hooks, announce)
+    except UnsafeAddress as error:
+        fail(str(error), EXIT_WRONG_USE)
+    except EngineError as error:
+        fail(error.message)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}")
+    finally:
+        if options["for_chat"]:
+            _withdraw(config.paths.engine_file)
+
+
+def _engine(config: Settings, offline: bool, options: Mapping[str, Any]) -> LocalEngine:
+    from localspec.engine.build import EngineOptions
+    from localspec.engine.engine import LocalEngine
+
+    return LocalEngine(
         make_locator(config, offline, options["device"]),
         EngineOptions(
             options["device"],
@@ -89,35 +129,6 @@ def serve(**options: Any) -> None:
             tuner_dir=config.paths.tuner_dir,
         ),
     )
-    try:
-        port_settings = ServerSettings(
-            host=options["host"],
-            port=options["port"],
-            api_key=options["api_key"],
-            control_key=load_or_create_key(config.paths.key_file),
-            cors_origins=tuple(filter(None, options["cors_origins"].split(","))),
-            allowed_hosts=options["allow_host"],
-            max_requests=options["max_requests"],
-            strict_model=options["strict_model"],
-            emit_reasoning=options["emit_reasoning"],
-            stop_when_unused=options["until_unused"],
-        )
-        engine.start(options["model"] or default_model(config))
-        hooks = ControlHooks(
-            pull=lambda model_id: pull_events(config, model_id, offline),
-            explain_tuner=engine.explain_tuner,
-            reset_tuner=engine.reset_tuner,
-        )
-        announce = _announcer(config.paths.engine_file) if options["for_chat"] else None
-        run_server(engine, port_settings, hooks, announce)
-    except UnsafeAddress as error:
-        fail(str(error), EXIT_WRONG_USE)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}")
-    finally:
-        if options["for_chat"]:
-            _withdraw(config.paths.engine_file)
 
 
 async def pull_events(config: Settings, model_id: str, offline: bool) -> AsyncIterator[Mapping[str, Any]]:
