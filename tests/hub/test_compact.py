@@ -39,7 +39,7 @@ IDS = [7 * i % 100 for i in range(70)]
 @pytest.fixture(autouse=True)
 def _few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix takes a pass over all of them."""
-    monkeypatch.setattr(calibration, "MAX_CALIBRATION_WINDOWS", 5)
+    monkeypatch.setattr(calibration, "MAX_CALIBRATION_WINDOWS", 3)
 
 
 def tiny_model(name: str, seed: int, folder: Path) -> Path:

@@ -59,10 +59,17 @@ def shared_with_family(compiled: Any) -> bool:
 
 
 def assembled_for(compiled: Any, target: int) -> Assembled:
-    """The LLVM IR of a compiled kernel, through the code generator and the assembler of another card."""
+    """The LLVM IR of a compiled kernel, through the code generator and the assembler of another card.
+
+    The assembler runs for every card: of the same PTX it makes other code for 89 than for 86 of some kernels.
+    """
+    from triton._C.libtriton import llvm, nvidia
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
+    # Neither is done yet where the compiled kernel came from Triton's cache.
+    llvm.init_targets()
+    nvidia.set_short_ptr()
     backend = make_backend(GPUTarget("cuda", target, 32))
     options = backend.parse_options({"enable_fp_fusion": compiled.metadata.enable_fp_fusion})
     ptx = backend.make_ptx(compiled.asm["llir"], {}, options, target)

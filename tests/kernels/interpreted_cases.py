@@ -35,7 +35,7 @@ def _pool(num_pages: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize(
     ("heads", "gated"),
-    [((6, 1, 32), False), ((6, 1, 32), True), ((4, 2, 64), False), ((4, 2, 64), True), ((3, 3, 16), False)],
+    [((6, 1, 32), False), ((4, 2, 64), False), ((4, 2, 64), True), ((3, 3, 16), False)],
     ids=str,
 )
 def test_attention_window(heads: tuple[int, int, int], gated: bool) -> None:

@@ -43,7 +43,7 @@ def test_every_target_compiles_lean(variant: Variant) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(("first", "other"), [(80, 89), (100, 90), (100, 120)])
+@pytest.mark.parametrize(("first", "other"), [(80, 89), (100, 120)])
 def test_cards_of_a_family_share_what_they_are_said_to(first: int, other: int) -> None:
     variant = Variant(format="fp8", norm=True)
     leader, whole = compile_variant(variant, first), compile_variant(variant, other)
