@@ -80,11 +80,17 @@ async def answer(engine: LocalEngine, drafter: str, number: int) -> tuple[list[i
 
 def test_answers_validate_and_drafting_changes_nothing(engine: LocalEngine) -> None:
     async def compare() -> None:
-        drafted = await asyncio.gather(*(answer(engine, "ngram", number) for number in range(4)))
-        drafted.append(await answer(engine, "ngram", 4))
-        for number, (ids, text, done) in enumerate(drafted):
-            assert done.finish_reason == "stop", text
-            jsonschema.validate(json.loads(text), SCHEMAS[number][1])
-            assert (await answer(engine, "off", number))[0] == ids
+        found: dict[str, list[list[int]]] = {}
+        for drafter in ("ngram", "off"):
+            answers = await asyncio.gather(*(answer(engine, drafter, number) for number in range(4)))
+            answers.append(await answer(engine, drafter, 4))
+            for number, (_, text, done) in enumerate(answers):
+                assert done.finish_reason == "stop", text
+                jsonschema.validate(json.loads(text), SCHEMAS[number][1])
+            found[drafter] = [ids for ids, _, _ in answers]
+        # Alone too: neighbours change nothing.
+        found["alone"] = [(await answer(engine, "off", 1))[0]]
+        assert found["ngram"] == found["off"]
+        assert found["alone"] == found["off"][1:2]
 
     asyncio.run(compare())

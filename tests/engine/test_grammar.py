@@ -124,8 +124,9 @@ def test_no_draft_changes_a_token_and_every_answer_validates(guessing: LocalEngi
             plain, text, done = await answer(guessing, drafter="off", **common)
             assert done.finish_reason == "stop", text
             jsonschema.validate(json.loads(text), POINT)
-            for depth in (2, 15):
-                drafted, _, end = await answer(guessing, drafter="ngram", depth=depth, **common)
+            depths = (2, 15)
+            both = await asyncio.gather(*(answer(guessing, drafter="ngram", depth=depth, **common) for depth in depths))
+            for depth, (drafted, _, end) in zip(depths, both, strict=True):
                 assert drafted == plain, depth
                 assert end.timings.draft_n > 0
 
@@ -172,8 +173,8 @@ def test_a_grammar_begins_behind_the_thought(guessing: LocalEngine, budget: int)
         stop = TOKENIZER.token_to_id("<|end|>")
         assert plain[-1] == stop and stop not in plain[:-1]
         jsonschema.validate(json.loads(TOKENIZER.decode(plain[end + 1 : -1])), POINT)
-        for depth in (3, 15):
-            assert (await answer(guessing, drafter="ngram", depth=depth, **common))[0] == plain
+        both = await asyncio.gather(*(answer(guessing, drafter="ngram", depth=depth, **common) for depth in (3, 15)))
+        assert [ids for ids, _, _ in both] == [plain, plain]
 
     asyncio.run(compare())
 

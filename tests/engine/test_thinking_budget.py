@@ -69,8 +69,10 @@ def test_budget_is_exact_and_no_drafter_changes_a_token(engine: LocalEngine, bud
         assert plain[:budget] == free[:budget]
         assert plain[budget] == END_THINK
         assert done.usage.reasoning_tokens == budget + 1
-        for depth in (1, 2, 3, 7, 15):
-            drafted, _, end = await answer(engine, drafter="ngram", depth=depth, **common)
+        depths = (1, 2, 3, 7, 15)
+        alone = [await answer(engine, drafter="ngram", depth=depths[-1], **common)]
+        mixed = await asyncio.gather(*(answer(engine, drafter="ngram", depth=depth, **common) for depth in depths[:-1]))
+        for depth, (drafted, _, end) in zip(depths, [*mixed, *alone], strict=True):
             assert drafted == plain, depth
             assert end.timings.draft_n > 0
 
