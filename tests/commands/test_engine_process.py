@@ -69,7 +69,7 @@ def chat(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chat]:
             os.kill(pid, signal.SIGKILL)
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     end_s = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end_s, "the state that the test waits for did not come"

@@ -35,7 +35,7 @@ def table(folder: Path, name: str, fingerprint: bytes = TOKENIZER) -> None:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -86,7 +86,7 @@ def usable(parts: Assembled, num_tokens: int) -> int:
     return (num_tokens - 1 - PROMPT_TAIL_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end

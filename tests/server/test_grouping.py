@@ -46,7 +46,7 @@ async def test_slow_frames_are_not_held_back() -> None:
 async def test_the_end_is_not_held_back() -> None:
     began_s = time.monotonic()
     assert len(await pieces_of(frames(2, 0.0), 30.0)) <= 2
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 25.0
 
 
 async def test_an_error_comes_after_what_came_before_it() -> None:

@@ -327,7 +327,7 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
 
 
 async def _until(holds: Any) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(6):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

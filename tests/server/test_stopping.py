@@ -36,7 +36,7 @@ def slow() -> ScriptedEngine:
 
 
 async def _stop_in_midst(engine: ScriptedEngine) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.metrics().completion_tokens_total < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await engine.aclose()
@@ -134,7 +134,7 @@ def test_a_second_interrupt_makes_no_noise(pause_s: float) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(pause_s)
             process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
     assert err == ""
     assert (process.returncode, out.split()) == (130, ["closing", "stopped"])
 
@@ -145,7 +145,7 @@ def test_an_interrupt_after_the_end_makes_no_noise() -> None:
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "stopped\n", "")
 
 
@@ -155,5 +155,5 @@ def test_a_third_signal_ends_a_stop_that_hangs() -> None:
         for _ in range(3):
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
-        _, err = process.communicate(timeout=5)
+        _, err = process.communicate(timeout=40)
     assert (process.returncode, err) == (-signal.SIGINT, "")

@@ -101,7 +101,7 @@ async def started(
         store.close()
 
 
-async def until(predicate: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(predicate: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for a state instead of for a time."""
     end_s = time.monotonic() + timeout_s
     while not predicate():

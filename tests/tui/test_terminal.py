@@ -164,7 +164,7 @@ def test_a_terminal_that_goes_takes_the_app_along(tmux: Tmux, tmp_path: Path) ->
     tmux.wait(lambda screen: "Ask something" in screen)
     pid = int((tmp_path / "pid").read_text())
     tmux.stop()
-    end_s = time.monotonic() + 15
+    end_s = time.monotonic() + 60
     while psutil.pid_exists(pid):
         assert time.monotonic() < end_s, "the app runs on without a terminal"
         time.sleep(0.1)
@@ -230,7 +230,7 @@ def test_demo_model_answers_survives_a_kill_and_leaves_nothing_running(tmux: Tmu
     wait_for_answer(home, 5)
     tmux.keys("C-q")
     tmux.wait(lambda screen: "Ask something" not in screen)
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while engine_of(home) is not None and time.monotonic() < end_s:
         time.sleep(0.1)
     assert engine_of(home) is None
