@@ -6,6 +6,7 @@ Computes in float32. A row's bits are the same in all windows and chunks; how th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,9 @@ from localspec.kernels.ops import (
     Window,
     WindowPlaces,
 )
-from localspec.kernels.reference_attention import paged_attention
+from localspec.kernels.reference_attention import Attend, paged_attention
 from localspec.kernels.reference_attention_fused import choose_attend
-from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, choose_way, multiply, prepare
+from localspec.kernels.reference_linear import ROW_MULTIPLE, Matrix, Way, choose_way, multiply, prepare
 from localspec.kernels.weights import LogicalWeight
 
 PRIORITY = 0
@@ -68,6 +69,13 @@ class ReferenceWeight:
         return self.matrix.num_rows * self.matrix.num_columns * FLOAT32_BYTES
 
 
+@functools.cache
+def _fastest(device: torch.device, num_threads: int) -> tuple[Way, Attend]:
+    """What keeps a row's bits here with so many threads; probing takes 40 ms."""
+    assert device.type != "cpu" or num_threads == torch.get_num_threads()
+    return choose_way(device), choose_attend(device)
+
+
 class ReferenceOps:
     """Meets `Ops`. `activation_dtype` other than float32 rounds between operations as a card would."""
 
@@ -79,8 +87,7 @@ class ReferenceOps:
         self.activation_dtype = activation_dtype
         self.cache_dtype = activation_dtype
         self.waits = device.type == "cpu"
-        self.way = choose_way(device)
-        self.attend = choose_attend(device)
+        self.way, self.attend = _fastest(device, torch.get_num_threads())
         processor = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
         self.arithmetic = f"reference, {self.way.value}, {self.attend.__name__}, {processor}"
 
