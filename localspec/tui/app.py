@@ -76,7 +76,7 @@ class LocalspecApp(App[None]):
                 asyncio.get_running_loop().add_signal_handler(number, self._end, number)
 
     def _end(self, number: signal.Signals) -> None:
-        self.run_worker(self.chat.leave(), group="end", exclusive=True)
+        self.run_worker(self.chat.leave(at_once=True), group="end", exclusive=True)
         # Textual may wait for ever to write to a terminal that is gone; everything is saved long before this.
         last = threading.Timer(END_S, os._exit, (128 + number,))
         last.daemon = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
@@ -45,6 +45,8 @@ class Conversation:
         self.durable = store
         self._private: StoreWorker | None = None
         self._store = store
+        self._unsaved: dict[tuple[StoreWorker, int], Stored] = {}
+        """Messages whose last save is under way or has failed: what the store has of them is older."""
         if private:
             self._use_private()
 
@@ -64,8 +66,18 @@ class Conversation:
             self._use_private()
         self.chat, self.messages, self.places, self.system_prompt, self.is_cut = None, [], {}, "", False
 
+    async def settle(self) -> None:
+        """Save what could not be saved when it was due. Raises ChatError while that fails; nothing is dropped then."""
+        for (store, _), message in list(self._unsaved.items()):
+            await self._save(store, message)
+
+    def newest(self, messages: Iterable[Stored]) -> tuple[Stored, ...]:
+        """Messages of the shown conversation as read from its store, with the text that could not be saved yet."""
+        return tuple(self._unsaved.get((self._store, message.id), message) for message in messages)
+
     async def open(self, chat_id: str, message_id: int | None = None) -> None:
         """Show a stored conversation, at the branch of `message_id` if given. Raises ChatError."""
+        await self.settle()
         if message_id is not None:
             leaf = await self.durable.run(lambda s: s.latest_leaf(message_id))
             await self.durable.run(lambda s: s.show_branch(chat_id, leaf))
@@ -77,6 +89,7 @@ class Conversation:
 
     async def say(self, text: str) -> None:
         """Add a message of the user at the end of the branch. Raises ChatError; nothing is added then."""
+        await self.settle()
         is_first = self.chat is None and not self.private
         chat = await self._ensure_chat(text)
         parent = self.messages[-1].id if self.messages else None
@@ -90,6 +103,7 @@ class Conversation:
         """Add an empty answer after the last message. Raises ChatError; nothing is added then."""
         if self.chat is None or not self.messages:
             raise ChatError("There is no question to answer yet: write one first.")
+        await self.settle()
         chat_id, model = self.chat.id, self.engine.model()
         base = Stored(
             "assistant",
@@ -106,12 +120,13 @@ class Conversation:
         """Fill the answer that `start_answer` added. Cancelling this call stops the engine; the text so far is kept.
 
         Whatever happens to the engine ends up in the answer's state and status. Raises ChatError if the end could not
-        be saved.
+        be saved, also when it was cancelled; `settle` tries that again.
         """
         answer, base = self.answer, self.messages[-1]
         if answer is None:
             raise ChatError("No answer was started: write a question first.")
-        saving = _Saving(self._store, answer, base)
+        store = self._store
+        saving = _Saving(store, answer, base)
         try:
             await self._wait_ready(answer)
             base = saving.base = self.messages[-1] = self._with_model(base)
@@ -132,8 +147,7 @@ class Conversation:
         finally:
             self.messages[-1] = answer.stored(base)
             self.answer = None
-            saved = saving.last()
-        await asyncio.shield(asyncio.wrap_future(saved))
+            await self._save(store, answer.stored(base))
 
     def request(self) -> GenerateRequest:
         """The request that answers the shown branch (without an answer that is being written)."""
@@ -248,6 +262,14 @@ class Conversation:
         """Forget a private chat."""
         self._drop_private()
 
+    async def _save(self, store: StoreWorker, message: Stored) -> None:
+        # Noted before it is tried: whoever waits here may be cancelled, and would not learn that it failed.
+        key = (store, message.id)
+        self._unsaved[key] = message
+        await store.run(lambda s: s.save(message))
+        if self._unsaved.get(key) is message:
+            del self._unsaved[key]
+
     async def _wait_ready(self, answer: Answer) -> None:
         if self.engine.model() is not None:
             return
@@ -273,6 +295,8 @@ class Conversation:
         return self.chat
 
     async def _reload(self) -> None:
+        # What the store has must not take the place of newer text that is only here.
+        await self.settle()
         self.is_cut = False
         if self.chat is None:
             return
@@ -287,6 +311,7 @@ class Conversation:
     def _drop_private(self) -> None:
         if self._private is not None:
             self._private.close()
+            self._unsaved = {key: message for key, message in self._unsaved.items() if key[0] is self.durable}
         self._private, self._store = None, self.durable
 
 
@@ -310,7 +335,3 @@ class _Saving:
         self._count += 1
         is_whole = self._count % WHOLE_SAVES == 1
         self._running = self._store.submit(lambda s: s.save(message) if is_whole else s.save_text(message))
-
-    def last(self) -> Future[None]:
-        message = self._answer.stored(self.base)
-        return self._store.submit(lambda s: s.save(message))

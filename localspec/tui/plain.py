@@ -81,6 +81,7 @@ class PlainChat:
                 break
             if text.strip():
                 await self._take(text)
+        await self._settle()
         return self._failed
 
     # Host
@@ -110,6 +111,7 @@ class PlainChat:
         self.tell(f"Chat: {title}, {len(self.conversation.messages)} messages.")
 
     async def new_chat(self, *, private: bool = False) -> None:
+        await self.conversation.settle()
         self.conversation.new(private=private)
         self.tell("New private chat: nothing of it is written." if private else "New chat.")
 
@@ -133,6 +135,12 @@ class PlainChat:
         self._over = True
 
     # Inside
+
+    async def _settle(self) -> None:
+        try:
+            await self.conversation.settle()
+        except ChatError as error:
+            self.tell(str(error), error=True)
 
     async def _take(self, text: str) -> None:
         try:

@@ -176,9 +176,9 @@ class SlashRunner:
         chat_id = talk.chat.id
         chat = await talk.store.run(lambda s: s.chat(chat_id))
         if kind == "md":
-            text = to_markdown(chat, await talk.store.run(lambda s: s.path(chat_id)))
+            text = to_markdown(chat, talk.newest(await talk.store.run(lambda s: s.path(chat_id))))
         else:
-            text = to_json(chat, await talk.store.run(lambda s: s.all_messages(chat_id)))
+            text = to_json(chat, talk.newest(await talk.store.run(lambda s: s.all_messages(chat_id))))
         path = self._path(name) if name else free_path(self._host.options.export_dir, chat.title, kind)
         if name and path.exists():
             raise SlashError(f"{path} exists: give another name.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from textual.widgets import Footer, Label, TextArea
 from localspec.api.library import ModelLibrary
 from localspec.api.types import EngineError
 from localspec.chats import ChatError
-from localspec.tui.attachments import AttachmentError, fenced, read_file
+from localspec.tui.attachments import AttachmentError
 from localspec.tui.compositor import CroppingCompositor
 from localspec.tui.conversation import Conversation
 from localspec.tui.drafter_choice import choose_again
@@ -33,7 +32,7 @@ from localspec.tui.screens.message_actions import MessageActions
 from localspec.tui.slash import SlashError, read_slash
 from localspec.tui.slash_runner import SlashRunner, last_code
 from localspec.tui.suggest import suggestions
-from localspec.tui.text import problem_text, short_count
+from localspec.tui.text import problem_text
 from localspec.tui.welcome import welcome_text
 from localspec.tui.widgets.completions import Completions
 from localspec.tui.widgets.draft_legend import DraftLegend
@@ -67,6 +66,7 @@ class ChatScreen(Screen[None]):
         self._message_actions = MessageActions(self)
         self._copier = Copier(self)
         self._drafts = Drafts(self)
+        self._has_warned = False
 
     def compose(self) -> ComposeResult:
         # No containers: each one would be drawn again below every change of the transcript.
@@ -253,6 +253,7 @@ class ChatScreen(Screen[None]):
 
     async def new_chat(self, *, private: bool = False) -> None:
         await self.answering.stop()
+        await self.conversation.settle()
         await self._drafts.keep()
         self.conversation.new(private=private)
         self.prompt.put("")
@@ -281,23 +282,18 @@ class ChatScreen(Screen[None]):
         self._load(name)
 
     async def attach(self, path: Path) -> None:
-        text = await asyncio.to_thread(read_file, path)
-        engine = self.conversation.engine
-        model, tokens = engine.model(), None
-        # A foreign server may have no tokenizer to ask; the file can be sent all the same.
-        with suppress(EngineError):
-            tokens = len(await engine.tokenize(text)) if model is not None else None
-        size = f"{short_count(tokens)} tokens" if tokens is not None else f"{short_count(len(text))} characters"
-        if model is not None and tokens is not None and tokens > model.context_limit_tokens / 2:
-            self.tell(
-                f"{path.name} takes {tokens} of the {model.context_limit_tokens} tokens of the context.", error=True
-            )
-        self.prompt.insert(self._drafts.chips.add(f"file {path.name} · {size}", fenced(path.name, text)) + " ")
-        self.prompt.focus()
+        await self._drafts.attach(path)
 
-    async def leave(self) -> None:
-        """Stop, keep what is unsent, and end the app."""
+    async def leave(self, *, at_once: bool = False) -> None:
+        """Stop, keep what is unsent, and end the app. Text that cannot be saved holds it back once."""
         await self.answering.stop()
+        try:
+            await self.conversation.settle()
+        except ChatError as error:
+            if not at_once and not self._has_warned:
+                self._has_warned = True
+                self.tell(f"{error} Leaving again leaves the last answer unsaved.", error=True)
+                return
         await self._browser.close()
         await self._try(self._drafts.keep())
         self.conversation.close()

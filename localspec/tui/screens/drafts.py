@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localspec.api.types import EngineError
 from localspec.chats import ChatError
-from localspec.tui.attachments import Attachments
+from localspec.tui.attachments import Attachments, fenced, read_file
+from localspec.tui.text import short_count
 
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
@@ -54,6 +59,23 @@ class Drafts:
         self._screen.prompt.put("")
         self.chips.clear()
         await self.keep()
+
+    async def attach(self, path: Path) -> None:
+        """Put a chip for a text file at the cursor. Raises AttachmentError and OSError."""
+        screen = self._screen
+        text = await asyncio.to_thread(read_file, path)
+        engine = screen.conversation.engine
+        model, tokens = engine.model(), None
+        # A foreign server may have no tokenizer to ask; the file can be sent all the same.
+        with suppress(EngineError):
+            tokens = len(await engine.tokenize(text)) if model is not None else None
+        size = f"{short_count(tokens)} tokens" if tokens is not None else f"{short_count(len(text))} characters"
+        if model is not None and tokens is not None and tokens > model.context_limit_tokens / 2:
+            screen.tell(
+                f"{path.name} takes {tokens} of the {model.context_limit_tokens} tokens of the context.", error=True
+            )
+        screen.prompt.insert(self.chips.add(f"file {path.name} · {size}", fenced(path.name, text)) + " ")
+        screen.prompt.focus()
 
     def pasted(self, text: str) -> None:
         """Put a chip for a long text at the cursor."""
