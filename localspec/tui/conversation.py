@@ -129,7 +129,8 @@ class Conversation:
         saving = _Saving(store, answer, base)
         try:
             await self._wait_ready(answer)
-            base = saving.base = self.messages[-1] = self._with_model(base)
+            base = saving.base = self._with_model(base)
+            self._show_last(base)
             async with aclosing(cast("AsyncGenerator[Event, None]", self.engine.generate(self.request()))) as events:
                 async for event in events:
                     answer.take(event)
@@ -145,8 +146,8 @@ class Conversation:
             # A dead engine can fail in any way (connection, JSON, its own fault): the chat must survive all of them.
             answer.stop("error", f"the engine failed ({error or type(error).__name__}); /retry answers again")
         finally:
-            self.messages[-1] = answer.stored(base)
             self.answer = None
+            self._show_last(answer.stored(base))
             await self._save(store, answer.stored(base))
 
     def request(self) -> GenerateRequest:
@@ -162,7 +163,7 @@ class Conversation:
         )
 
     def go_back(self, message: Stored) -> str:
-        """Cut the shown branch before a message and return its text, so that it can be sent anew.
+        """Cut the shown branch before a message and return its text, so that it can be sent anew. Not in mid-answer.
 
         The store keeps the whole branch until a message is added in its place; `restore` shows it again.
         """
@@ -172,7 +173,10 @@ class Conversation:
         return message.content
 
     def show_until(self, message: Stored) -> None:
-        """Cut the shown branch after a message; the next one starts a branch there. See `go_back`."""
+        """Cut the shown branch after a message; the next one starts a branch there. Not while an answer is written.
+
+        See `go_back`.
+        """
         ids = [other.id for other in self.messages]
         self.messages = self.messages[: ids.index(message.id) + 1 if message.id in ids else None]
         self.is_cut = True
@@ -282,6 +286,11 @@ class Conversation:
             await waiting
         finally:
             waiting.cancel()
+
+    def _show_last(self, message: Stored) -> None:
+        """Show the newer text of the last message, unless the branch was cut before it meanwhile."""
+        if self.messages and self.messages[-1].id == message.id:
+            self.messages[-1] = message
 
     def _with_model(self, base: Stored) -> Stored:
         model = self.engine.model()

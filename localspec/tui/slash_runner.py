@@ -20,6 +20,8 @@ from localspec.tui.saved import PROMPTS_NOTE, read_prompts
 from localspec.tui.slash import SlashError
 from localspec.tui.text import percent
 
+STOP_FIRST = "Esc stops it first."
+
 
 class Host(Protocol):
     """What a command may ask of the interface it was typed in."""
@@ -161,6 +163,8 @@ class SlashRunner:
 
     async def _branch(self, argument: str) -> None:
         talk = self._host.conversation
+        if talk.answer is not None:
+            raise SlashError(f"/branch cannot cut an answer that is being written: {STOP_FIRST}")
         questions = [message for message in talk.messages if message.role == "user"]
         back = int(argument) if argument.isdecimal() else 1
         if (argument and not argument.isdecimal()) or not 1 <= back <= len(questions):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from textual.worker import Worker, WorkerCancelled
 
-from localspec.chats import ChatError
+from localspec.chats import ChatError, Stored
 from localspec.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Answering:
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
         self._worker: Worker[None] | None = None
+        self._message_id = 0
         self._seen_version = -1
         self._shown_s = 0.0
         self._next: asyncio.TimerHandle | None = None
@@ -32,6 +33,7 @@ class Answering:
     async def start(self) -> None:
         """Answer the last message. Raises ChatError if there is none or the store refuses."""
         await self._screen.conversation.start_answer()
+        self._message_id = self._screen.conversation.messages[-1].id
         await self._screen.shown()
         self._seen_version = -1
         if self._screen.conversation.answer is not None:
@@ -52,11 +54,15 @@ class Answering:
 
     def flush(self) -> None:
         """Show what came since the last time."""
-        talk = self._screen.conversation
-        answer = talk.answer
-        if answer is not None and answer.version != self._seen_version:
+        answer, last = self._screen.conversation.answer, self._shown_last()
+        if answer is not None and last is not None and answer.version != self._seen_version:
             self._seen_version, self._shown_s = answer.version, time.monotonic()
-            self._screen.transcript.update_last(answer.stored(talk.messages[-1]), answer.status)
+            self._screen.transcript.update_last(answer.stored(last), answer.status)
+
+    def _shown_last(self) -> Stored | None:
+        """The message of the answer; None where it is not the last that is shown, so nothing may be drawn over that."""
+        messages = self._screen.conversation.messages
+        return messages[-1] if messages and messages[-1].id == self._message_id else None
 
     def _changed(self) -> None:
         """Show it as soon as the last update is long enough ago: with what comes, no timer wakes the app as well."""
@@ -82,7 +88,8 @@ class Answering:
                 self._next = None
             # The widgets are gone when the app ends in mid-answer.
             for transcript in screen.query(Transcript):
-                last = talk.messages[-1]
-                transcript.update_last(last)
-                if last.state == "error":
+                last = self._shown_last()
+                if last is not None:
+                    transcript.update_last(last)
+                if last is not None and last.state == "error":
                     screen.tell(str(last.stats.get("status", "The answer failed.")), error=True)
