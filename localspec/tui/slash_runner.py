@@ -229,6 +229,8 @@ class SlashRunner:
 
     async def _save(self, argument: str) -> None:
         talk = self._host.conversation
+        if talk.private and talk.answer is not None:
+            raise SlashError(f"/save cannot move a private chat while its answer is being written: {STOP_FIRST}")
         title = argument or (talk.chat.title if talk.chat else "")
         await talk.rename(title)
         await self._host.shown()
