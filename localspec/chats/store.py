@@ -109,6 +109,8 @@ class ChatStore:
     def delete(self, chat_id: str) -> None:
         """Remove a conversation with all its branches."""
         with self._write() as connection:
+            # Deleting down a chain of parents nests a trigger for each message, and SQLite takes no more than 1000.
+            connection.execute("UPDATE messages SET parent_id = NULL WHERE chat_id = ?", (chat_id,))
             connection.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
 
     def show_branch(self, chat_id: str, leaf_id: int | None) -> None:

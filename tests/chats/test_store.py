@@ -109,6 +109,15 @@ def test_deleting_a_chat_removes_all_of_it(store: ChatStore) -> None:
         store.add(chat.id, Stored("user", "late"))
 
 
+def test_a_chat_of_any_length_can_be_deleted() -> None:
+    store = private_store()
+    messages = [(n, Stored("user", f"word{n}", n - 1 if n else None)) for n in range(1500)]
+    chat = store.insert_tree(NewChat(), messages, 1499)
+    assert len(store.path(chat.id)) == 1500
+    store.delete(chat.id)
+    assert store.all_messages(chat.id) == () and store.chats() == () and store.search("word1499") == ()
+
+
 def test_drafts_prompts_and_notes(store: ChatStore) -> None:
     chat = store.create(NewChat())
     store.update_chat(chat.id, draft="unsent", title="New name")
