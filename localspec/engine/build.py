@@ -129,9 +129,18 @@ class Built:
     text: TextStage
     parts: Assembled
     tables: NgramTables | None = None
-    """To be closed after the loop has stopped."""
     keeper: TunerKeeper | None = None
-    """To be closed after the loop has stopped."""
+
+    def start(self) -> None:
+        """Begin to take requests."""
+        self.parts.loop.start()
+
+    def close(self) -> None:
+        """End the loop and what must outlive it."""
+        self.parts.loop.stop()
+        for part in (self.keeper, self.tables):
+            if part is not None:
+                part.close()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from localspec.api.types import (
 from localspec.cache.spill_admin import forget_chat_on_disk
 from localspec.core.records import SlotResult
 from localspec.engine.build import Built, EngineOptions, ModelPlace, build
+from localspec.engine.loading import LoadedModels
 from localspec.engine.loop import EndNews, News, PrefillNews, StepNews, Ticket
 from localspec.engine.text import Prepared
 from localspec.engine.text_stream import Piece, TextStream
@@ -60,24 +60,22 @@ class LocalEngine:
     def __init__(self, locate: Locator, options: EngineOptions) -> None:
         self._locate = locate
         self._options = options
-        self._built: Built | None = None
-        self._stage = ""
-        self._failure: EngineError | None = None
-        self._loading_id = ""
-        self._loaded = threading.Event()
-        self._closed = False
+        self._models: LoadedModels[Built] = LoadedModels(self._find)
         # One thread for long texts: each thread that computes makes the decode thread wait longer for its turn.
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def _built(self) -> Built | None:
+        return self._models.current
 
     def start(self, model_id: str) -> None:
         """Begin to load a model in the background."""
-        self._loading_id = model_id
-        self._loaded.clear()
-        self._failure = None
-        threading.Thread(target=self._load, args=(model_id,), name="load", daemon=True).start()
+        self._models.begin(model_id)
 
     def model(self) -> ModelInfo | None:
-        return self._built.info if self._built is not None else None
+        built = self._built
+        return built.info if built is not None else None
 
     def metrics(self) -> MetricsSnapshot:
         built = self._built
@@ -88,12 +86,16 @@ class LocalEngine:
                 drafter, depth = f"auto: {tuner.chosen[0]}", tuner.chosen[1]
             storage = built.tables.figures() if built.tables is not None else {}
             return replace(built.parts.metrics.snapshot(), drafter=drafter, depth=depth, storage=storage)
-        if self._failure is not None:
-            return MetricsSnapshot(state="failed", stage=self._failure.message, model_id=self._loading_id)
-        return MetricsSnapshot(state="loading", stage=self._stage, model_id=self._loading_id)
+        attempt = self._models.last
+        if attempt is None or self._models.is_closed:
+            return MetricsSnapshot(state="stopped" if self._models.is_closed else "loading")
+        if attempt.failure is not None:
+            return MetricsSnapshot(state="failed", stage=attempt.failure.message, model_id=attempt.model_id)
+        return MetricsSnapshot(state="loading", stage=attempt.stage, model_id=attempt.model_id)
 
     async def wait_ready(self) -> ModelInfo:
-        await asyncio.to_thread(self._loaded.wait)
+        if self._built is None:
+            await self._models.until_settled()
         return self._ready().info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -146,7 +148,15 @@ class LocalEngine:
         return found[0]
 
     async def forget(self, chat_id: str) -> None:
-        await asyncio.to_thread(self._loaded.wait)
+        # Who asks may leave; what is to be forgotten goes all the same.
+        task = asyncio.ensure_future(self._forget(chat_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _forget(self, chat_id: str) -> None:
+        if self._built is None:
+            await self._models.until_settled()
         if self._built is None and self._options.kv_dir is not None:
             # No model could be loaded; what an earlier one left goes all the same.
             await asyncio.to_thread(forget_chat_on_disk, self._options.kv_dir, chat_id)
@@ -155,15 +165,14 @@ class LocalEngine:
         built.text.tokenizer.memory.clear()
         if built.tables is not None:
             built.tables.forget(chat_id)
-        # All is asked for before anything is waited for: who asks may leave, and what is forgotten goes all the same.
         loop = built.parts.loop
         for future in (loop.forget(chat_id), loop.tiers.forget(chat_id)):
             await asyncio.wrap_future(future)
 
     async def load(self, model_id: str) -> ModelInfo:
-        await self._unload()
-        self.start(model_id)
-        return await self.wait_ready()
+        """The model that runs answers until the new one is found; a caller that leaves does not stop the load."""
+        await self._models.outcome(self._models.begin(model_id))
+        return self._ready().info
 
     async def choose_drafter(self, choice: DrafterChoice) -> None:
         built = self._ready()
@@ -207,43 +216,21 @@ class LocalEngine:
             await asyncio.wrap_future(loop.call(lambda: more.append(loop.capture_ahead())))
 
     async def aclose(self) -> None:
-        self._closed = True
         self._text_thread.shutdown(wait=False)
-        await self._unload()
+        await self._models.close()
 
-    async def _unload(self) -> None:
-        built, self._built = self._built, None
-        if built is not None:
-            await asyncio.to_thread(built.parts.loop.stop)
-            if built.keeper is not None:
-                await asyncio.to_thread(built.keeper.close)
-            if built.tables is not None:
-                await asyncio.to_thread(built.tables.close)
-
-    def _load(self, model_id: str) -> None:
-        try:
-            self._report(f"looking for {model_id}")
-            place = self._locate(model_id, self._report)
-            built = build(place, self._options, self._report)
-            built.parts.loop.start()
-            self._built = built
-        except EngineError as error:
-            self._failure = error
-        except Exception as error:  # whatever a damaged file or a driver raises, the user gets one line
-            log.debug("loading %s failed", model_id, exc_info=True)
-            self._failure = EngineError("not_ready", f"{model_id} could not be loaded: {error}")
-        finally:
-            self._loaded.set()
-
-    def _report(self, stage: str) -> None:
-        self._stage = stage
+    def _find(self, model_id: str, report: Callable[[str], None]) -> Callable[[Callable[[str], None]], Built]:
+        place = self._locate(model_id, report)
+        return lambda report: build(place, self._options, report)
 
     def _ready(self) -> Built:
-        if self._built is None:
-            if self._failure is not None:
-                raise self._failure
-            raise EngineError("not_ready", f"{self._loading_id or 'the model'} is still loading: {self._stage}")
-        return self._built
+        built, attempt = self._built, self._models.last
+        if built is not None:
+            return built
+        if attempt is not None and attempt.failure is not None:
+            raise attempt.failure
+        what = f"{attempt.model_id} is still loading: {attempt.stage}" if attempt is not None else "no model was chosen"
+        raise EngineError("not_ready", what)
 
     def _check_drafter(self, built: Built, drafter: str) -> None:
         known = set(built.info.drafters)
