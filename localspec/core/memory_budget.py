@@ -37,6 +37,8 @@ MAX_SNAPSHOTS = 16
 LEAST_SNAPSHOTS = 1
 FIRST_SNAPSHOTS = 4
 """As many are kept before memory goes to pages of further conversations."""
+SPARE_PAGES = 2
+"""Beside those of whole contexts: page 0, which is nobody's, and one from which a next turn's page is copied."""
 WANTED_CONTEXTS = MAX_SLOTS + 2
 """Whole contexts: running ones, and finished conversations."""
 
@@ -92,7 +94,7 @@ class Budget:
     def is_ample(self, contexts: int) -> bool:
         """Whether `contexts` whole ones fit, and as many snapshots as are ever kept."""
         per_context = -(-(self.context_tokens + MAX_ROWS) // PAGE_TOKENS)
-        fits = self.context_tokens > 0 and self.num_pages > contexts * per_context
+        fits = self.context_tokens > 0 and self.num_pages >= contexts * per_context + SPARE_PAGES
         return fits and self.num_snapshots == MAX_SNAPSHOTS
 
     @property
@@ -169,7 +171,7 @@ def plan_memory(demand: Demand, available: int, context_tokens: int | None = Non
 def _spend(demand: Demand, available: int, context_tokens: int | None, contexts: int) -> Budget:
     left = available - demand.fixed
     page_bytes = max(1.0, PAGE_TOKENS * demand.kv_per_token)
-    fitting = max(0, int(left // page_bytes) - 1) * PAGE_TOKENS - MAX_ROWS
+    fitting = max(0, int(left // page_bytes) - SPARE_PAGES) * PAGE_TOKENS - MAX_ROWS
     if context_tokens is None:
         tokens = max(0, min(fitting // SEGMENT_TOKENS * SEGMENT_TOKENS, demand.context_limit_tokens))
     else:
@@ -178,7 +180,7 @@ def _spend(demand: Demand, available: int, context_tokens: int | None, contexts:
     if not tokens:
         return Budget(available, demand, 0, 0, LEAST_SNAPSHOTS)
     per_context = -(-(tokens + MAX_ROWS) // PAGE_TOKENS)
-    left -= int((per_context + 1) * page_bytes)
+    left -= int((per_context + SPARE_PAGES) * page_bytes)
     snapshots = LEAST_SNAPSHOTS
     if demand.snapshot:
         snapshots += min(FIRST_SNAPSHOTS - LEAST_SNAPSHOTS, left // demand.snapshot)
@@ -189,4 +191,4 @@ def _spend(demand: Demand, available: int, context_tokens: int | None, contexts:
         snapshots += min(MAX_SNAPSHOTS - snapshots, left // demand.snapshot)
     else:
         snapshots = MAX_SNAPSHOTS
-    return Budget(available, demand, tokens, per_context + 1 + more_pages, snapshots)
+    return Budget(available, demand, tokens, per_context + SPARE_PAGES + more_pages, snapshots)

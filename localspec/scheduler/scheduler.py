@@ -150,19 +150,32 @@ class Scheduler:
         total_pages = self._bound_pages(request)
         if self._is_larger(sequence):
             return self._admit_larger(sequence, slot, total_pages)
-        match = self.prefix.match(request.prompt_ids[:-1], self.needs_state, request.cache_salt)
-        held = [*match.pages, *([match.partial_page] if match.partial_page is not None else [])]
-        self.pool.retain(held)
-        wanted = total_pages - len(match.pages)
-        if wanted > self.pool.num_free:
-            self.prefix.evict(wanted - self.pool.num_free)
-        if wanted > self.pool.num_free and self._parked is not None:
-            self._drop_parked()
-            self.prefix.evict(wanted - self.pool.num_free)
-        if wanted > self.pool.num_free:
-            self.pool.release(held)
+        match = self._hold_match(request, total_pages)
+        if match is None:
             return None
-        return self._place(sequence, slot, match, self._fresh(match, wanted))
+        return self._place(sequence, slot, match, self._fresh(match, total_pages - len(match.pages)))
+
+    def _hold_match(self, request: Request, total_pages: int) -> Match | None:
+        """What is cached of a prompt, held, with the pages free that it does not bring; None while they cannot be had.
+
+        A page to copy from is one beside `total_pages`: where just that one is missing, the hit ends before it.
+        """
+        ids = request.prompt_ids[:-1]
+        while True:
+            match = self.prefix.match(ids, self.needs_state, request.cache_salt)
+            held = [*match.pages, *([match.partial_page] if match.partial_page is not None else [])]
+            self.pool.retain(held)
+            wanted = total_pages - len(match.pages)
+            self.prefix.evict(wanted - self.pool.num_free)
+            if wanted > self.pool.num_free and self._parked is not None:
+                self._drop_parked()
+                self.prefix.evict(wanted - self.pool.num_free)
+            if wanted <= self.pool.num_free:
+                return match
+            self.pool.release(held)
+            if match.partial_page is None or wanted - self.pool.num_free > 1:
+                return None
+            ids = ids[: match.num_tokens]
 
     def _bound_pages(self, request: Request) -> int:
         bound = min(len(request.prompt_ids) + request.max_tokens, self.limits.context_tokens) + MAX_ROWS

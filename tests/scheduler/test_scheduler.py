@@ -9,7 +9,15 @@ import pytest
 from localspec.api.types import Sampling
 from localspec.cache.pages import PagePool
 from localspec.cache.prefix import PrefixTree
-from localspec.core.records import MAX_ROWS, PrefillPlan, Request, SlotResult, ThinkingRule, VerifyPlan
+from localspec.core.records import (
+    MAX_ROWS,
+    PAGE_TOKENS,
+    PrefillPlan,
+    Request,
+    SlotResult,
+    ThinkingRule,
+    VerifyPlan,
+)
 from localspec.scheduler.scheduler import Limits, QueueFull, Scheduler
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -166,6 +174,24 @@ def test_admission_waits_for_pages_and_evicts_what_is_only_cached() -> None:
     assert scheduler.prefix.num_pages == 4
     [second] = admit_all(scheduler)
     assert second.id == 2 and len(second.pages) == 5
+
+
+@pytest.mark.parametrize("spare_pages", [0, 1])
+def test_a_next_turn_fits_a_pool_of_one_context(spare_pages: int) -> None:
+    """The page that is only copied from counts too: without one more the prompt is found as far as whole pages go."""
+    context = 1024
+    scheduler = make(num_pages=-(-(context + MAX_ROWS) // PAGE_TOKENS) + 1 + spare_pages, context=context)
+    scheduler.add(request(100, max_tokens=context - 100))
+    [first] = admit_all(scheduler)
+    finish_prefill(scheduler)
+    scheduler.retire(first, keep=True)
+    scheduler.add(request(120, max_tokens=context - 120))
+    [second] = admit_all(scheduler)
+    assert second.cached_tokens == (99 if spare_pages else PAGE_TOKENS)
+    assert len(set(second.pages)) == len(second.pages) == scheduler.pool.num_pages - 1 - spare_pages
+    scheduler.retire(second, keep=False)
+    scheduler.clear()
+    assert scheduler.pool.num_free == scheduler.pool.num_pages - 1
 
 
 def test_the_queue_is_bounded_and_cancelled_requests_leave_it() -> None:
