@@ -12,7 +12,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from localspec.chats.records import Chat, ChatError, Hit, NewChat, State, Stored
@@ -25,6 +25,8 @@ _CHAT_COLUMNS = (
     "(SELECT count(*) FROM messages WHERE messages.chat_id = chats.id)"
 )
 TITLE_LIMIT_CHARS = 60
+_INDEX_CODES = (sqlite3.SQLITE_CORRUPT_VTAB, sqlite3.SQLITE_CONSTRAINT)
+"""What a damaged search index says; the constraints of our own tables have codes of their own."""
 
 
 def title_from(text: str) -> str:
@@ -223,6 +225,16 @@ class ChatStore:
         words = ['"' + word.replace('"', '""') + '"' for word in query.split()]
         if not words:
             return ()
+        try:
+            return self._found(words, limit)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            # The file was checked when it was opened, without the index.
+            self._rebuild_index()
+            return self._found(words, limit)
+
+    def _found(self, words: list[str], limit: int) -> tuple[Hit, ...]:
         rows = self._connection.execute(
             "SELECT m.chat_id, c.title, m.id, m.role,"
             " snippet(messages_text, 0, char(2), char(3), '…', 16), m.created_s"
@@ -274,12 +286,29 @@ class ChatStore:
         try:
             with self._connection:
                 yield self._connection
-        except sqlite3.IntegrityError as error:
-            raise ChatError("The chat is no longer there: it may have been deleted elsewhere.") from error
         except sqlite3.Error as error:
-            raise ChatError(
-                f"The chats could not be written ({error}): free some disk space or check the folder's rights."
-            ) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: sqlite3.Error) -> ChatError:
+        """The error that says what a refused write needs; a damaged search index is made anew here."""
+        if getattr(error, "sqlite_errorcode", 0) in _INDEX_CODES:
+            with suppress(sqlite3.Error):
+                self._rebuild_index()
+                return ChatError("The search index of the chats was damaged and has been made anew: do that again.")
+        if isinstance(error, sqlite3.IntegrityError):
+            return ChatError("The chat is no longer there: it may have been deleted elsewhere.")
+        return ChatError(
+            f"The chats could not be written ({error}): free some disk space or check the folder's rights."
+        )
+
+    def _rebuild_index(self) -> None:
+        with self._connection as connection:
+            connection.execute("INSERT INTO messages_text (messages_text) VALUES ('rebuild')")
+            # An answer that is being written belongs into it when it is complete.
+            connection.execute(
+                "INSERT INTO messages_text (messages_text, rowid, content)"
+                " SELECT 'delete', id, content FROM messages WHERE state = 'streaming'"
+            )
 
 
 def _text_body(message: Stored) -> tuple[object, ...]:

@@ -172,8 +172,9 @@ def test_damaged_file_is_moved_aside_and_kept(tmp_path: Path, damage: str) -> No
     path = tmp_path / "chats.sqlite3"
     store = open_store(path)
     chat = store.create(NewChat())
-    for number in range(200):
-        store.add(chat.id, Stored("user", f"message {number} " * 50))
+    texts = [f"message {number} " * 50 for number in range(200)]
+    for text in texts:
+        store.add(chat.id, Stored("user", text))
     store.close()
     content = bytearray(path.read_bytes())
     if damage == "header":
@@ -184,7 +185,8 @@ def test_damaged_file_is_moved_aside_and_kept(tmp_path: Path, damage: str) -> No
         content = bytearray(b"this was a text file\n" * 100)
     path.write_bytes(content)
     again = open_store(path)
-    assert again.chats() == ()
+    kept = {message.content for chat in again.chats() for message in again.all_messages(chat.id)}
+    assert kept <= set(texts) and (len(kept) > 80 if damage == "middle" else not kept)
     (aside,) = [file for file in tmp_path.iterdir() if "damaged" in file.name]
     assert aside.read_bytes() == bytes(content)
     assert str(aside) in again.notice
