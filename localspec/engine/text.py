@@ -157,13 +157,14 @@ class TextStage:
             (token_id(THINK_START), token_id(THINK_END)),
             (token_id(TOOL_START), token_id(TOOL_END)),
         )
-        return TextStream(self.tokenizer, stops, self.stop_ids, phases), phases
+        prompt_ids = prepared.request.prompt_ids
+        return TextStream(self.tokenizer, stops, self.stop_ids, phases, prompt_ids), phases
 
     def remember(self, prepared: Prepared, emitted_ids: tuple[int, ...]) -> None:
         """Keep the ids of prompt and answer for the next turn. A stop id stays: templates write it again."""
         if prepared.prompt_text is None:
             return
-        text = prepared.prompt_text + self.tokenizer.decode(emitted_ids, skip_special=False)
+        text = prepared.prompt_text + self.tokenizer.continuation(prepared.request.prompt_ids, emitted_ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self.tokenizer.memory.remember(text, (*prepared.request.prompt_ids, *emitted_ids))
 

@@ -5,6 +5,7 @@ One object per request. Knows the tokenizer and the stop strings; nothing of ste
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from localspec.engine.tokenizer import REPLACEMENT, Tokenizer
 
 # A token may be the middle of a character for at most this many tokens before its bytes are given up as they are.
 MAX_HELD_TOKENS = 16
+MAX_WINDOW_TOKENS = 16 * MAX_HELD_TOKENS
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,25 @@ class PhaseTracker:
 
 
 class TextStream:
-    """Turns emitted tokens into pieces. `hidden_ids` (stop ids) never show as text."""
+    """Turns emitted tokens into pieces. `hidden_ids` (stop ids) never show as text; the prompt's ids stand before."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden_ids: Sequence[int], phases: PhaseTracker):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        hidden_ids: Sequence[int],
+        phases: PhaseTracker,
+        prompt_ids: tuple[int, ...] = (),
+    ):
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
         self._hidden_ids = frozenset(hidden_ids)
         self._phases = phases
-        self._ids: list[int] = []
-        self._shown_chars = 0
+        self._ids = list(tokenizer.context(prompt_ids))
         self._window_start = 0
+        self._window_shown = self._window_text() if self._ids else ""
+        # Numbers of tokens after which every character was whole, from the last one that a window may begin with.
+        self._borders: deque[int] = deque((0,))
         self._held_text = ""
         self._held_spans: list[Span] = []
         self._held_ids: list[int] = []
@@ -92,7 +103,7 @@ class TextStream:
     def finish(self) -> Piece:
         """Everything that was held back, at the end of the answer."""
         if self._pending_tokens:
-            rest = self._window_text()[self._shown_chars :]
+            rest = self._new_text(self._window_text())
             if rest:
                 self._held_text += rest
                 self._held_spans.append(Span(len(rest), "target", self._phases.phase))
@@ -109,13 +120,33 @@ class TextStream:
         text = self._window_text()
         if text.endswith(REPLACEMENT) and self._pending_tokens < MAX_HELD_TOKENS:
             return ""
-        new = text[self._shown_chars :]
-        self._shown_chars = len(text)
+        new = self._new_text(text)
+        self._window_shown = text
         self._pending_tokens = 0
+        if not text.endswith(REPLACEMENT):
+            self._borders.append(len(self._ids))
         if len(self._ids) - self._window_start > 2 * MAX_HELD_TOKENS:
-            self._window_start = len(self._ids) - MAX_HELD_TOKENS
-            self._shown_chars = len(self._window_text())
+            self._move_window()
         return new
+
+    def _new_text(self, window_text: str) -> str:
+        """What the pending tokens added. One bad byte may spoil a decoder's whole run of bytes, shown ones too; then
+        they are decoded for themselves."""
+        if window_text.startswith(self._window_shown):
+            return window_text[len(self._window_shown) :]
+        return self._tokenizer.decode(self._ids[-self._pending_tokens :])
+
+    def _move_window(self) -> None:
+        """Begin where a character begins: behind half of one, a decoder would not know the bytes that follow."""
+        latest = len(self._ids) - MAX_HELD_TOKENS
+        while len(self._borders) > 1 and self._borders[1] <= latest:
+            self._borders.popleft()
+        start = self._borders[0]
+        if len(self._ids) - start > MAX_WINDOW_TOKENS:
+            start = latest
+        if start > self._window_start:
+            self._window_start = start
+            self._window_shown = self._window_text()
 
     def _window_text(self) -> str:
         return self._tokenizer.decode(self._ids[self._window_start :])

@@ -13,6 +13,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from localspec.engine.token_bound import token_bound
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 16
+"""Tokens in front that a decoder sees: enough that the first of what follows is not the first of a text."""
+_CONTINUATION_BYTES = range(0x80, 0xC0)
 
 
 class TokenMemory:
@@ -56,8 +59,15 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for a missing or damaged file
             raise ValueError(f"{path} is missing or damaged ({error}); pull the model again") from error
         self.config: dict[str, Any] = _read_json(folder / "tokenizer_config.json")
-        self.bound = token_bound(_read_json(path))
+        rules = _read_json(path)
+        self.bound = token_bound(rules)
         self.memory = TokenMemory()
+        # Byte-level decoders put the bytes of tokens behind each other; others look at what is in front.
+        decoder = rules.get("decoder")
+        self._decodes_alone = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+        self._encodes_alone = self._decodes_alone and not _adds_space(rules.get("pre_tokenizer"))
+        self._special_ids = {i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        self._continuation_ids = {self._fast.token_to_id(f"<0x{byte:02X}>") for byte in _CONTINUATION_BYTES}
 
     @property
     def vocab_size(self) -> int:
@@ -86,11 +96,51 @@ class Tokenizer:
     def encode_keeping_history(self, text: str) -> tuple[int, ...]:
         """Like `encode`, but a beginning that was generated before keeps the ids that it had then."""
         known, ids = self.memory.longest_prefix(text)
-        return (*ids, *self.encode(text[len(known) :])) if known else self.encode(text)
+        if not known:
+            return self.encode(text)
+        rest = text[len(known) :]
+        rest_ids = self.encode(rest)
+        if rest and not self._encodes_alone and not self._joins(ids, rest_ids, rest):
+            return self.encode(text)
+        return (*ids, *rest_ids)
 
     def decode(self, token_ids: tuple[int, ...] | list[int], skip_special: bool = True) -> str:
         """Text of ids; bytes that form no character yet come as replacement characters."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def context(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The last of some ids, to be decoded in front of what follows them; empty where that changes nothing.
+
+        Behind a special token a text begins anew. Half a character in front would spoil the bytes behind it.
+        """
+        if self._decodes_alone:
+            return ()
+        tail = token_ids[-CONTEXT_TOKENS:]
+        begin = max((index + 1 for index, token_id in enumerate(tail) if token_id in self._special_ids), default=0)
+        while begin < len(tail) and tail[begin] in self._continuation_ids:
+            begin += 1
+        return tail[begin:]
+
+    def continuation(self, before_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> str:
+        """Text, special tokens too, that ids are behind others: alone, some decoders drop a space of it."""
+        context = self.context(before_ids)
+        text = self.decode((*context, *token_ids), skip_special=False)
+        return text[len(self.decode(context, skip_special=False)) :] if context else text
+
+    def _joins(self, ids: tuple[int, ...], rest_ids: tuple[int, ...], rest: str) -> bool:
+        """Whether ids of a text that was encoded alone say the same behind others, up to where a text begins anew."""
+        end = next((index for index, token_id in enumerate(rest_ids) if token_id in self._special_ids), len(rest_ids))
+        seam = self.continuation(ids, rest_ids[:end])
+        if end == len(rest_ids):
+            return seam == rest
+        return rest.startswith(seam + self.decode(rest_ids[end : end + 1], skip_special=False))
+
+
+def _adds_space(rule: Any) -> bool:
+    """Whether a pre-tokenizer puts a space before a text that begins with none."""
+    if not isinstance(rule, dict):
+        return False
+    return bool(rule.get("add_prefix_space")) or any(map(_adds_space, rule.get("pretokenizers") or ()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
