@@ -222,7 +222,9 @@ class ChatStore:
 
     def search(self, query: str, limit: int = 100) -> tuple[Hit, ...]:
         """Messages that hold all words of `query`; the last word may be the start of one. Best first."""
-        words = ['"' + word.replace('"', '""') + '"' for word in query.split()]
+        # A search has no way to write a NUL, and no lone surrogate can be handed over.
+        typed = _writable(query.replace("\0", " "))
+        words = ['"' + word.replace('"', '""') + '"' for word in typed.split()]
         if not words:
             return ()
         try:

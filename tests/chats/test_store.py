@@ -88,7 +88,9 @@ def test_search_finds_complete_messages_only_and_follows_changes(store: ChatStor
     assert store.search("pear") == ()
 
 
-@pytest.mark.parametrize("query", ['"', "a AND (", "col:x", "NEAR(", "*", "   ", "-x", "'; DROP TABLE chats"])
+@pytest.mark.parametrize(
+    "query", ['"', "a AND (", "col:x", "NEAR(", "*", "   ", "-x", "'; DROP TABLE chats", "a\0b", "\0", "\ud800"]
+)
 def test_search_takes_any_text(store: ChatStore, query: str) -> None:
     store.add(store.create(NewChat()).id, Stored("user", "text"))
     assert store.search(query) == ()
@@ -246,6 +248,14 @@ def test_killed_writer_keeps_the_partial_answer(tmp_path: Path) -> None:
     (message,) = store.path(store.chats()[0].id)
     assert (message.content, message.state) == ("so far", "interrupted")
     assert len(store.search("far")) == 1
+
+
+async def test_what_sqlite_refuses_is_said_in_words(tmp_path: Path) -> None:
+    worker = StoreWorker(lambda: open_store(tmp_path / "c.sqlite3"))
+    await worker.run(lambda s: s._connection.execute("DROP TABLE notes").close())
+    with pytest.raises(ChatError, match=r"could not be read \(no such table: notes\)"):
+        await worker.run(lambda s: s.note("panel"))
+    worker.close()
 
 
 async def test_worker_keeps_order_and_its_thread(tmp_path: Path) -> None:

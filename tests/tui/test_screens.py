@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.screen import Screen
+from textual.widgets import Input
 
 from localspec.api.library import LibraryModel
 from localspec.api.scripted_library import ScriptedLibrary
@@ -17,6 +19,7 @@ from localspec.tui.screens.help import KEYS as HELP_KEYS
 from localspec.tui.screens.help import HelpScreen
 from localspec.tui.screens.models import ModelsScreen
 from localspec.tui.screens.parameters import ParametersScreen
+from localspec.tui.screens.pick import PickScreen
 from localspec.tui.screens.tuner import TunerScreen
 from tests.tui.fakes import ask, scripted, started, until
 
@@ -51,6 +54,26 @@ async def test_keys_commands_and_palette_reach_every_screen(tmp_path: Path) -> N
             await pilot.press("escape")
             await until(lambda: app.screen is app.chat)
             assert title in offered and f"{command}" in offered
+
+
+async def test_a_list_says_what_the_store_cannot_read(tmp_path: Path) -> None:
+    async with started(scripted("one"), tmp_path) as (app, pilot):
+        await pilot.press("ctrl+f")
+        await until(lambda: isinstance(app.screen, PickScreen))
+        app.screen.query_one(Input).post_message(events.Paste("a\x00b"))
+        await until(lambda: "Nothing found." in drawn(app))
+        await app.chat.conversation.durable.run(
+            lambda s: s._connection.execute("ALTER TABLE chats RENAME TO c").close()
+        )
+        app.screen.query_one(Input).value = "word"
+        await until(lambda: "could not be read" in drawn(app))
+        await pilot.press("escape")
+        await app.chat.conversation.durable.run(
+            lambda s: s._connection.execute("ALTER TABLE notes RENAME TO n").close()
+        )
+        app.chat.show_screen("settings")
+        await until(lambda: any("no such table: notes" in notice.message for notice in app._notifications))
+        assert app.is_running
 
 
 def test_every_key_of_the_chat_is_in_the_help() -> None:

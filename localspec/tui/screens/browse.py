@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localspec.api.engine import DrafterChoice
 from localspec.api.library import LibraryError, ModelLibrary
@@ -58,12 +58,19 @@ class Browser:
         if self._library is not None:
             screens["models"] = self._show_models
         work = screens[kind]() if kind in screens else self._browse(kind, lists[kind]())
-        self._screen.run_worker(work, group="browse", exclusive=True)
+        self._screen.run_worker(self._told(work), group="browse", exclusive=True)
 
     async def close(self) -> None:
         """End what goes on behind the screens."""
         if self._pulls is not None:
             await self._pulls.close()
+
+    async def _told(self, work: Coroutine[Any, Any, None]) -> None:
+        # What a screen reads before it is open can fail as well; an error of a worker would end the app.
+        try:
+            await work
+        except ChatError as error:
+            self._screen.tell(str(error), error=True)
 
     async def _show_bench(self) -> None:
         screen = self._screen

@@ -13,6 +13,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
+from localspec.chats import ChatError
+
 
 @dataclass(frozen=True)
 class Row:
@@ -100,14 +102,19 @@ class PickScreen(ModalScreen[Picked | None]):
 
     @work(exclusive=True)
     async def _fill(self, typed: str) -> None:
-        rows = await self._load(typed)
+        rows: Sequence[Row] = ()
+        empty = self._empty if typed.strip() else self._before
+        try:
+            rows = await self._load(typed)
+        except ChatError as error:
+            empty = str(error)
         options = self.query_one(OptionList)
         options.clear_options()
         if rows:
             options.add_options([Option(row.text, id=row.key) for row in rows])
             options.highlighted = 0
-        elif self._empty:
-            options.add_option(Option(self._empty if typed.strip() else self._before, disabled=True))
+        elif empty:
+            options.add_option(Option(empty, disabled=True))
 
     def _pick(self, action: str) -> None:
         options = self.query_one(OptionList)
