@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_hostile_header_is_refused(case: str, tmp_path: Path) -> None:
         SafetensorsFile.open(path)
     assert len(str(caught.value)) < 400 + len(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_comes_twice_among_many_is_found_soon() -> None:
+    names = [*range(60_000), 59_999]
+    text = b"{" + b",".join(b'"%d":0' % name for name in names) + b"}"
+    began_s = time.process_time()
+    with pytest.raises(DamagedFile, match="holds '59999' twice"):
+        parse_header(text, 0, 0)
+    assert time.process_time() - began_s < 5
 
 
 def test_pipe_and_directory_are_refused(tmp_path: Path) -> None:
