@@ -66,7 +66,7 @@ class ChatStore:
             connection.execute(
                 "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (chat_id, new.title, new.model_id, new.system_prompt, json.dumps(dict(new.settings)), now, now),
+                _chat_values(chat_id, new, now),
             )
         return self.chat(chat_id)
 
@@ -102,7 +102,7 @@ class ChatStore:
             "settings": None if settings is None else json.dumps(dict(settings)),
             "draft": draft,
         }
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes = {name: _writable(value) for name, value in given.items() if value is not None}
         if changes:
             assignments = ", ".join(f"{name} = ?" for name in changes)
             with self._write() as connection:
@@ -256,7 +256,7 @@ class ChatStore:
     def remember(self, name: str, value: str) -> None:
         """Keep a value under a name."""
         with self._write() as connection:
-            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, _writable(value)))
 
     def insert_tree(self, new: NewChat, messages: Iterable[tuple[int, Stored]], leaf: int | None) -> Chat:
         """Write an imported conversation in one transaction.
@@ -269,7 +269,7 @@ class ChatStore:
             connection.execute(
                 "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (chat_id, new.title, new.model_id, new.system_prompt, json.dumps(dict(new.settings)), now, now),
+                _chat_values(chat_id, new, now),
             )
             for foreign_id, message in messages:
                 parent = None if message.parent_id is None else own_id[message.parent_id]
@@ -311,6 +311,11 @@ class ChatStore:
                 "INSERT INTO messages_text (messages_text, rowid, content)"
                 " SELECT 'delete', id, content FROM messages WHERE state = 'streaming'"
             )
+
+
+def _chat_values(chat_id: str, new: NewChat, now_s: float) -> tuple[object, ...]:
+    title, prompt = _writable(new.title), _writable(new.system_prompt)
+    return (chat_id, title, new.model_id, prompt, json.dumps(dict(new.settings)), now_s, now_s)
 
 
 def _text_body(message: Stored) -> tuple[object, ...]:

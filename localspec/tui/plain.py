@@ -62,6 +62,8 @@ class PlainChat:
         self._attached: list[str] = []
         self._failed = 0
         self._over = False
+        self._unread = ""
+        """Why the input could not be read to its end."""
         self._answering: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -78,6 +80,9 @@ class PlainChat:
         while not self._over:
             text = await self._next_prompt()
             if text is None:
+                if self._unread:
+                    self._failed += 1
+                    self.tell(f"The chat ends here, since the input {self._unread}.", error=True)
                 break
             if text.strip():
                 await self._take(text)
@@ -209,14 +214,26 @@ class PlainChat:
     async def _next_line(self, mark: str) -> str | None:
         if self._is_terminal():
             self._write(mark)
-        return await self._lines.get()
+        line = await self._lines.get()
+        if line is None:
+            # The end stays the end: a block that it cuts off is sent, and then it is met again.
+            self._lines.put_nowait(None)
+        return line
 
     def _read_lines(self, loop: asyncio.AbstractEventLoop) -> None:
         # A thread of its own: a blocked read cannot be cancelled, and must not keep the program from ending.
-        with contextlib.suppress(RuntimeError, ValueError):
-            for line in self._input:
-                loop.call_soon_threadsafe(self._lines.put_nowait, line.rstrip("\n"))
-            loop.call_soon_threadsafe(self._lines.put_nowait, None)
+        # A loop that is closed (RuntimeError) takes nothing any more: the chat has ended.
+        with contextlib.suppress(RuntimeError):
+            try:
+                for line in self._input:
+                    # What is not UTF-8 may come as lone surrogates, which neither engine nor store can take.
+                    text = line.rstrip("\n").encode("utf-8", "replace").decode("utf-8")
+                    loop.call_soon_threadsafe(self._lines.put_nowait, text)
+            except (OSError, ValueError) as error:
+                is_text = not isinstance(error, UnicodeDecodeError)
+                self._unread = f"cannot be read ({error})" if is_text else "is not UTF-8: convert it, with iconv say"
+            finally:
+                loop.call_soon_threadsafe(self._lines.put_nowait, None)
 
     def _interrupt(self) -> None:
         if self._answering is not None:

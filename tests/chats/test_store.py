@@ -146,6 +146,13 @@ def test_chats_are_listed_by_last_change(tmp_path: Path) -> None:
 def test_lone_surrogates_are_stored_as_question_marks(store: ChatStore) -> None:
     chat = store.create(NewChat())
     assert store.add(chat.id, Stored("user", "a\udcffb")).content == "a?b"
+    made = store.create(NewChat("t\udcff", "m", "s\udcff"))
+    assert (made.title, made.system_prompt) == ("t?", "s?")
+    store.update_chat(made.id, title="\udcffT", system_prompt="\udcffS", draft="\udcffD")
+    made = store.chat(made.id)
+    assert (made.title, made.system_prompt, made.draft) == ("?T", "?S", "?D")
+    store.remember("note", "\udcff")
+    assert store.note("note") == "?"
 
 
 def test_files_are_for_the_owner_only(tmp_path: Path) -> None:

@@ -72,6 +72,29 @@ async def test_errors_of_the_system_are_sentences(tmp_path: Path) -> None:
     assert "is not a file" in second
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+async def test_input_that_is_not_utf_8_ends_the_chat_or_is_marked(tmp_path: Path, errors: str) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"/system Be br\xefef\ncaf\xe9\nhello\n"), "utf-8", errors)
+    output, messages = io.StringIO(), io.StringIO()
+    store = StoreWorker(lambda: open_store(tmp_path / "chats.sqlite3"))
+    running = run_plain(scripted("A.", "B."), store, ChatSettings(), streams=(typed, output, messages))
+    failed = await asyncio.wait_for(running, 20)
+    store.close()
+    if errors == "strict":
+        assert failed == 1 and "since the input is not UTF-8" in messages.getvalue() and output.getvalue() == ""
+    else:
+        assert failed == 0 and output.getvalue() == "A.\nB.\n"
+        kept = open_store(tmp_path / "chats.sqlite3")
+        (chat,) = kept.chats()
+        assert (chat.title, chat.system_prompt) == ("caf?", "Be br?ef")
+        assert [m.content for m in kept.path(chat.id)] == ["caf?", "A.", "hello", "B."]
+
+
+async def test_a_block_without_its_end_is_sent_at_the_end_of_the_input(tmp_path: Path) -> None:
+    output, _, failed = await asyncio.wait_for(talk(scripted("A."), tmp_path, '"""\nfirst\nsecond\n'), 20)
+    assert (output, failed) == ("A.\n", 0)
+
+
 async def test_thought_is_announced_not_printed(tmp_path: Path) -> None:
     output, _, _ = await talk(scripted("<think>hm hm</think>So."), tmp_path, "q\n")
     assert output.startswith("(thinking)\n(thought 0.0 s, ") and output.endswith(" tokens)\nSo.\n")
