@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +33,7 @@ from localspec.commands.options import (
     model_option,
     offline_option,
 )
+from localspec.tui.text import clean
 
 
 @click.command()
@@ -97,6 +99,8 @@ async def _answer(engine: Any, model_id: str, prompt: str, options: dict[str, An
         request = _request(prompt, info.sampling, info.has_chat_template, options)
         if not options["as_json"] and info.demo:
             click.echo(f"[demo model {info.id}] {info.note}", err=True)
+        # A pipe gets the exact text; a terminal must not obey control codes of a model.
+        is_terminal = sys.stdout.isatty()
         text, done = "", None
         ids: list[int] = []
         async with aclosing(engine.generate(request)) as events:
@@ -105,7 +109,7 @@ async def _answer(engine: Any, model_id: str, prompt: str, options: dict[str, An
                     text += event.text
                     ids.extend(event.token_ids)
                     if not options["as_json"]:
-                        click.echo(event.text, nl=False)
+                        click.echo(clean(event.text) if is_terminal else event.text, nl=False)
                 elif isinstance(event, Done):
                     done = event
         if not options["as_json"]:
