@@ -116,7 +116,7 @@ def compact_model(
             observed = replace(observed, model=None)
             found = _measure(directory, observed, options)
             report = compact_report.make_report(stored, written, found, _tied(config))
-            report |= {"source": str(source.resolve()), "method": options.method, "feedback": options.feedback}
+            report |= {"source": layout.readable_path(source), "method": options.method, "feedback": options.feedback}
             report["note"] = observed.note
             report["calibration"] = observed.texts.source if observed.texts else None
             layout.write_json(directory / REPORT_NAME, report)
@@ -316,7 +316,7 @@ def _publish(source: Path, directory: Path, name: str, data_dir: Path) -> Path:
     files = layout.describe_files(directory, {})
     manifest = layout.Manifest(
         model_id=name,
-        source=f"compacted from {source.resolve()}",
+        source=f"compacted from {layout.readable_path(source)}",
         licence=licence,
         files=files,
         fingerprint=layout.fingerprint_of(files),

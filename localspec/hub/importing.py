@@ -41,7 +41,7 @@ def import_path(
     size_bytes = sum(file.path.stat().st_size for file in files)
     factor = CONVERTED_SIZE_FACTOR if path.is_file() else 1.0
     layout.refuse_small_disk(name, int(size_bytes * factor), data_dir)
-    model = NewModel(name, f"imported from {path.resolve()}", "not stated")
+    model = NewModel(name, f"imported from {layout.readable_path(path)}", "not stated")
     try:
         directory = install(files, model, data_dir, ProgressMeter(progress))
     except OSError as error:

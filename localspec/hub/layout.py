@@ -73,6 +73,11 @@ def check_file_name(name: str) -> str:
     return name
 
 
+def readable_path(path: Path) -> str:
+    """The whole path as text that can be written: a path may hold bytes that are no UTF-8."""
+    return os.fsencode(path.resolve()).decode("utf-8", "replace")
+
+
 def models_directory(data_dir: Path) -> Path:
     """`<data>/models`; what does not exist yet is created for this user only. A link to another disk is followed."""
     directory = data_dir / "models"

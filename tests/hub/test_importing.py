@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,12 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.exit_code == 3
     assert list_installed(data) == ()
     assert [p for p in (data / "models").iterdir() if p.name.startswith(".tmp-")] == []
+
+
+def test_folder_whose_path_is_no_utf8(tmp_path: Path) -> None:
+    above = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    above.mkdir()
+    folder = write_checkpoint(above / os.fsdecode(b"Tiny-\xff1B"))
+    result = import_path(folder, tmp_path / "data")
+    assert result.model_id == "tiny--1b" and verify(tmp_path / "data", "tiny--1b") == ()
+    assert layout.read_manifest(Path(result.directory)).source.endswith("/caf\ufffd/Tiny-\ufffd1B")
