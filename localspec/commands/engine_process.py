@@ -74,12 +74,15 @@ def find_engine(paths: Paths, key: str) -> FoundEngine | None:
     return None
 
 
-def engine_state(found: FoundEngine, key: str) -> dict[str, Any] | None:
-    """What the engine's port says of itself: empty if it refuses the key, None if it does not answer."""
+def engine_state(found: FoundEngine, key: str, client: httpx.Client | None = None) -> dict[str, Any] | None:
+    """What the engine's port says of itself: empty if it refuses the key, None if it does not answer.
+
+    client: for one who asks often; a new one takes 20 ms.
+    """
+    asker = httpx.Client(trust_env=False) if client is None else contextlib.nullcontext(client)
     try:
-        reply = httpx.get(
-            f"{found.url}/localspec/v1/state", headers={"x-localspec-key": key}, timeout=2.0, trust_env=False
-        )
+        with asker as asked:
+            reply = asked.get(f"{found.url}/localspec/v1/state", headers={"x-localspec-key": key}, timeout=2.0)
         said = reply.json() if reply.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):
         return None
@@ -122,6 +125,7 @@ class EngineProcess:
         self._paths = paths
         self._key = key
         self._command = [*program, "serve", _FOR_CHAT, *([] if keep else ["--until-unused"]), *arguments]
+        self._model_id = ""
         self._leaving = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts = 0
@@ -162,10 +166,12 @@ class EngineProcess:
     def _start(self) -> FoundEngine:
         port = _free_port()
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The model that the user changed to since; of an option given twice the last counts.
+        model = ["--model", self._model_id] if self._model_id else []
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             self._process = subprocess.Popen(
-                [*self._command, "--port", str(port)],
+                [*self._command, *model, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
@@ -183,8 +189,13 @@ class EngineProcess:
 
     def _watch(self) -> None:
         """Find or start another engine when this one goes while a chat is open; clients ask `address` for it."""
+        with httpx.Client(trust_env=False) as client:
+            self._watch_with(client)
+
+    def _watch_with(self, client: httpx.Client) -> None:
         while not self._leaving.wait(POLL_S):
             if self._is_alive():
+                self._note_model(engine_state(self._found, self._key, client))
                 if time.monotonic() - self._since_s > HEALTHY_S:
                     self._restarts = 0
                 continue
@@ -198,6 +209,12 @@ class EngineProcess:
             except OSError as error:
                 self._problem = f"The engine ended and cannot be started again: {error}."
                 return
+
+    def _note_model(self, state: dict[str, Any] | None) -> None:
+        """Keep the name of a model that is ready: it is the one to come back with."""
+        model = (state or {}).get("model")
+        if isinstance(model, dict) and isinstance(model.get("id"), str):
+            self._model_id = model["id"]
 
     def _is_alive(self) -> bool:
         return self._process.poll() is None if self._process is not None else _lives(self._found.pid)

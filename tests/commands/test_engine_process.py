@@ -28,7 +28,7 @@ SERVER = """
 import sys
 import time
 from pathlib import Path
-from localspec.api.scripted import ScriptedEngine
+from localspec.api.scripted import Script, ScriptedEngine
 from localspec.commands.serve import _announcer, _withdraw
 from localspec.server.serve import run_server
 from localspec.server.settings import ServerSettings
@@ -37,7 +37,9 @@ if "crash" in sys.argv:
     sys.exit(1)
 time.sleep(0.3)
 port = int(sys.argv[sys.argv.index("--port") + 1])
-run_server(ScriptedEngine(), ServerSettings(port=port, control_key=sys.argv[2]), None, _announcer(file))
+models = [value for name, value in zip(sys.argv, sys.argv[1:]) if name == "--model"] or ["scripted"]
+script = Script(model_id=models[-1], models=("scripted", "second"))
+run_server(ScriptedEngine(script), ServerSettings(port=port, control_key=sys.argv[2]), None, _announcer(file))
 _withdraw(file)
 """
 
@@ -97,6 +99,25 @@ def test_killed_engine_is_replaced_once_for_all_chats(paths: Paths, chat: Chat) 
     os.kill(before, signal.SIGKILL)
     until(lambda: first.pid == second.pid != before)
     until(lambda: answers(paths, first) and answers(paths, second))
+
+
+def test_an_engine_comes_back_with_the_model_that_was_chosen_last(paths: Paths, chat: Chat) -> None:
+    one = chat("--model", "scripted")
+    until(lambda: answers(paths, one))
+
+    def model() -> object:
+        state = engine_state(FoundEngine(one.address(), one.pid), KEY) or {}
+        return (state.get("model") or {}).get("id")
+
+    assert model() == "scripted"
+    headers = {"x-localspec-key": KEY}
+    httpx.post(f"{one.address()}/localspec/v1/load", json={"model": "second"}, headers=headers, trust_env=False)
+    until(lambda: one._model_id == "second")
+    for _ in range(2):
+        before = one.pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: one.pid != before and answers(paths, one))  # noqa: B023 - called at once
+        assert model() == "second"
 
 
 def test_chat_that_joined_an_engine_that_ends_starts_its_own(paths: Paths, chat: Chat) -> None:
