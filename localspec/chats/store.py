@@ -10,20 +10,22 @@ import json
 import sqlite3
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from localspec.chats.records import Chat, ChatError, Hit, NewChat, State, Stored
+from localspec.chats.records import Chat, ChatError, Hit, NewChat, Stored
+from localspec.chats.rows import (
+    CHAT_COLUMNS,
+    MESSAGE_COLUMNS,
+    body_values,
+    chat_from,
+    chat_values,
+    stored_from,
+    text_values,
+    writable,
+)
 
-_MESSAGE_COLUMNS = (
-    "id, chat_id, parent_id, role, content, reasoning, state, model_id, token_ids, spans, rejections, stats, created_s"
-)
-_CHAT_COLUMNS = (
-    "id, title, model_id, system_prompt, settings, leaf_id, draft, created_s, updated_s, "
-    "(SELECT count(*) FROM messages WHERE messages.chat_id = chats.id)"
-)
 TITLE_LIMIT_CHARS = 60
 _INDEX_CODES = (sqlite3.SQLITE_CORRUPT_VTAB, sqlite3.SQLITE_CONSTRAINT)
 """What a damaged search index says; the constraints of our own tables have codes of their own."""
@@ -66,23 +68,23 @@ class ChatStore:
             connection.execute(
                 "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                _chat_values(chat_id, new, now),
+                chat_values(chat_id, new, now),
             )
         return self.chat(chat_id)
 
     def chat(self, chat_id: str) -> Chat:
         """One conversation. Raises ChatError if there is none of that id."""
-        row = self._connection.execute(f"SELECT {_CHAT_COLUMNS} FROM chats WHERE id = ?", (chat_id,)).fetchone()
+        row = self._connection.execute(f"SELECT {CHAT_COLUMNS} FROM chats WHERE id = ?", (chat_id,)).fetchone()
         if row is None:
             raise ChatError(f"There is no chat {chat_id!r}: it may have been deleted elsewhere.")
-        return _chat(row)
+        return chat_from(row)
 
     def chats(self, limit: int = 5000) -> tuple[Chat, ...]:
         """Conversations, the latest changed first."""
         rows = self._connection.execute(
-            f"SELECT {_CHAT_COLUMNS} FROM chats ORDER BY updated_s DESC, rowid DESC LIMIT ?", (limit,)
+            f"SELECT {CHAT_COLUMNS} FROM chats ORDER BY updated_s DESC, rowid DESC LIMIT ?", (limit,)
         )
-        return tuple(_chat(row) for row in rows)
+        return tuple(chat_from(row) for row in rows)
 
     def update_chat(
         self,
@@ -102,7 +104,7 @@ class ChatStore:
             "settings": None if settings is None else json.dumps(dict(settings)),
             "draft": draft,
         }
-        changes = {name: _writable(value) for name, value in given.items() if value is not None}
+        changes = {name: writable(value) for name, value in given.items() if value is not None}
         if changes:
             assignments = ", ".join(f"{name} = ?" for name in changes)
             with self._write() as connection:
@@ -129,7 +131,7 @@ class ChatStore:
             cursor = connection.execute(
                 "INSERT INTO messages (chat_id, parent_id, role, content, reasoning, state, model_id, token_ids, spans,"
                 " rejections, stats, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (chat_id, message.parent_id, message.role, *_body(message), now),
+                (chat_id, message.parent_id, message.role, *body_values(message), now),
             )
             connection.execute(
                 "UPDATE chats SET leaf_id = ?, updated_s = ? WHERE id = ?", (cursor.lastrowid, now, chat_id)
@@ -142,13 +144,13 @@ class ChatStore:
             connection.execute(
                 "UPDATE messages SET content = ?, reasoning = ?, state = ?, model_id = ?, token_ids = ?, spans = ?,"
                 " rejections = ?, stats = ? WHERE id = ?",
-                (*_body(message), message.id),
+                (*body_values(message), message.id),
             )
             connection.execute("UPDATE chats SET updated_s = ? WHERE id = ?", (self._clock(), message.chat_id))
 
     def save_text(self, message: Stored) -> None:
         """Write the text and tokens of a growing answer. Who drafted what is left to `save`: its cost grows with it."""
-        content, reasoning, state, model_id, token_ids = _text_body(message)
+        content, reasoning, state, model_id, token_ids = text_values(message)
         with self._write() as connection:
             connection.execute(
                 "UPDATE messages SET content = ?, reasoning = ?, state = ?, model_id = ?, token_ids = ? WHERE id = ?",
@@ -157,12 +159,10 @@ class ChatStore:
 
     def message(self, message_id: int) -> Stored:
         """One message. Raises ChatError if there is none of that id."""
-        row = self._connection.execute(
-            f"SELECT {_MESSAGE_COLUMNS} FROM messages WHERE id = ?", (message_id,)
-        ).fetchone()
+        row = self._connection.execute(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id = ?", (message_id,)).fetchone()
         if row is None:
             raise ChatError(f"There is no message {message_id}: its chat may have been deleted elsewhere.")
-        return _stored(row)
+        return stored_from(row)
 
     def path(self, chat_id: str, leaf_id: int | None = None) -> tuple[Stored, ...]:
         """Messages from the first to `leaf_id` (by default to the shown leaf), in order."""
@@ -171,18 +171,18 @@ class ChatStore:
             "WITH RECURSIVE up (id, parent_id, depth) AS ("
             " SELECT id, parent_id, 0 FROM messages WHERE id = ? AND chat_id = ?"
             " UNION ALL SELECT m.id, m.parent_id, up.depth + 1 FROM messages m JOIN up ON m.id = up.parent_id)"
-            f" SELECT {', '.join('m.' + name for name in _MESSAGE_COLUMNS.split(', '))}"
+            f" SELECT {', '.join('m.' + name for name in MESSAGE_COLUMNS.split(', '))}"
             " FROM up JOIN messages m ON m.id = up.id ORDER BY up.depth DESC",
             (end, chat_id),
         )
-        return tuple(_stored(row) for row in rows)
+        return tuple(stored_from(row) for row in rows)
 
     def all_messages(self, chat_id: str) -> tuple[Stored, ...]:
         """Every message of every branch, oldest first."""
         rows = self._connection.execute(
-            f"SELECT {_MESSAGE_COLUMNS} FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)
         )
-        return tuple(_stored(row) for row in rows)
+        return tuple(stored_from(row) for row in rows)
 
     def siblings(self, message: Stored) -> tuple[int, ...]:
         """Ids of the messages that share this one's parent, itself included, oldest first."""
@@ -223,7 +223,7 @@ class ChatStore:
     def search(self, query: str, limit: int = 100) -> tuple[Hit, ...]:
         """Messages that hold all words of `query`; the last word may be the start of one. Best first."""
         # A search has no way to write a NUL, and no lone surrogate can be handed over.
-        typed = _writable(query.replace("\0", " "))
+        typed = writable(query.replace("\0", " "))
         words = ['"' + word.replace('"', '""') + '"' for word in typed.split()]
         if not words:
             return ()
@@ -256,7 +256,7 @@ class ChatStore:
     def remember(self, name: str, value: str) -> None:
         """Keep a value under a name."""
         with self._write() as connection:
-            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, _writable(value)))
+            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, writable(value)))
 
     def insert_tree(self, new: NewChat, messages: Iterable[tuple[int, Stored]], leaf: int | None) -> Chat:
         """Write an imported conversation in one transaction.
@@ -269,14 +269,14 @@ class ChatStore:
             connection.execute(
                 "INSERT INTO chats (id, title, model_id, system_prompt, settings, created_s, updated_s) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                _chat_values(chat_id, new, now),
+                chat_values(chat_id, new, now),
             )
             for foreign_id, message in messages:
                 parent = None if message.parent_id is None else own_id[message.parent_id]
                 cursor = connection.execute(
                     "INSERT INTO messages (chat_id, parent_id, role, content, reasoning, state, model_id, token_ids,"
                     " spans, rejections, stats, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (chat_id, parent, message.role, *_body(message), message.created_s or now),
+                    (chat_id, parent, message.role, *body_values(message), message.created_s or now),
                 )
                 own_id[foreign_id] = int(cursor.lastrowid or 0)
             shown = own_id.get(leaf) if leaf is not None else None
@@ -311,84 +311,3 @@ class ChatStore:
                 "INSERT INTO messages_text (messages_text, rowid, content)"
                 " SELECT 'delete', id, content FROM messages WHERE state = 'streaming'"
             )
-
-
-def _chat_values(chat_id: str, new: NewChat, now_s: float) -> tuple[object, ...]:
-    title, prompt = _writable(new.title), _writable(new.system_prompt)
-    return (chat_id, title, new.model_id, prompt, json.dumps(dict(new.settings)), now_s, now_s)
-
-
-def _text_body(message: Stored) -> tuple[object, ...]:
-    return (
-        _writable(message.content),
-        _writable(message.reasoning),
-        message.state,
-        message.model_id,
-        array("q", message.token_ids).tobytes(),
-    )
-
-
-def _body(message: Stored) -> tuple[object, ...]:
-    return (
-        *_text_body(message),
-        json.dumps(message.spans),
-        json.dumps(message.rejections),
-        json.dumps(dict(message.stats)),
-    )
-
-
-def _writable(text: str) -> str:
-    # A lone surrogate (from a pipe that is not UTF-8) cannot be stored.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _chat(row: tuple[Any, ...]) -> Chat:
-    (chat_id, title, model_id, system_prompt, settings, leaf_id, draft, created_s, updated_s, message_count) = row
-    return Chat(
-        id=chat_id,
-        title=title,
-        model_id=model_id,
-        system_prompt=system_prompt,
-        settings=_mapping(settings),
-        leaf_id=leaf_id,
-        draft=draft,
-        created_s=created_s,
-        updated_s=updated_s,
-        message_count=message_count,
-    )
-
-
-def _stored(row: tuple[Any, ...]) -> Stored:
-    (message_id, chat_id, parent_id, role, content, reasoning, state, model_id, ids, spans, rejections, stats, at) = row
-    token_ids = array("q")
-    token_ids.frombytes(ids)
-    return Stored(
-        role=role,
-        content=content,
-        parent_id=parent_id,
-        reasoning=reasoning,
-        state=_state(state),
-        model_id=model_id,
-        token_ids=tuple(token_ids),
-        spans=tuple((int(count), str(origin), str(phase)) for count, origin, phase in json.loads(spans)),
-        rejections=tuple((int(offset), int(count)) for offset, count in json.loads(rejections)),
-        stats=_mapping(stats),
-        id=message_id,
-        chat_id=chat_id,
-        created_s=at,
-    )
-
-
-def _state(text: str) -> State:
-    known: dict[str, State] = {
-        "streaming": "streaming",
-        "done": "done",
-        "cancelled": "cancelled",
-        "interrupted": "interrupted",
-    }
-    return known.get(text, "error")
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    return value if isinstance(value, dict) else {}
