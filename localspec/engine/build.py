@@ -34,11 +34,12 @@ from localspec.engine.memory_budget import MemoryLayout, check_before_loading, c
 from localspec.engine.metrics import MetricsRecorder
 from localspec.engine.ngram_feed import FeedingRing
 from localspec.engine.ngram_tables import NgramTables
+from localspec.engine.no_tiers import NoTiers
 from localspec.engine.overflow_layout import cold_pages_for, split
 from localspec.engine.packed_weights import PackedCheckpoint, load_packed
 from localspec.engine.ring import ResultRing
 from localspec.engine.text import TextStage
-from localspec.engine.tiers import CacheOwner, NoTiers, TierLimits, open_tiers
+from localspec.engine.tiers import CacheOwner, TierLimits, open_tiers
 from localspec.engine.token_count import with_token_count
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore

@@ -24,12 +24,12 @@ from localspec.engine.device_step import DeviceStep, StepNeeds
 from localspec.engine.drafting import DrafterSet
 from localspec.engine.inbox import Inbox
 from localspec.engine.metrics import MetricsRecorder, RequestClock
+from localspec.engine.no_tiers import NoTiers
 from localspec.engine.prompt_reader import PromptReader
 from localspec.engine.ring import ResultRing
 from localspec.engine.saved_states import SavedStates
 from localspec.engine.step import run_verify
 from localspec.engine.step_needs import step_needs
-from localspec.engine.tiers import NoTiers
 from localspec.engine.tuner import Tuner
 from localspec.runner.runner import Runner
 from localspec.sampling.grammar import RequestGrammar
@@ -157,8 +157,13 @@ class DecodeLoop:
         return self._ahead is not None and not self._scheduler.active and self._ahead.run_one(usual=False)
 
     def forget(self, chat_id: str) -> Future[None]:
-        """Drop the cached prefixes of a chat."""
-        return self.call(lambda: self._scheduler.forget_chat(chat_id))
+        """Drop the cached prefixes of a chat; of what still runs or is on its way here nothing will be kept."""
+
+        def drop() -> None:
+            self._scheduler.forget_chat(chat_id)
+            self.tiers.forgotten(chat_id)
+
+        return self.call(drop)
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -181,8 +186,7 @@ class DecodeLoop:
             self._stopping = True
 
     def _turn(self) -> None:
-        starved = self.tiers.restoring and not self._scheduler.active
-        self._drain_commands(wait=starved or self._scheduler.idle)
+        self._drain_commands(wait=self._scheduler.idle or (self.tiers.restoring and not self._scheduler.active))
         self._count_prefills()
         self._retire()
         while (admission := self._scheduler.admit()) is not None:
@@ -319,7 +323,6 @@ class DecodeLoop:
         if not sequence.outgrown:
             self.stages.drafters.leave(sequence.slot, sequence.length_bound_tokens, runner.state)
         snapshot = self._states.save(sequence) if scheduler.needs_state and not prefilling else None
-        slot = sequence.slot
         ids = sequence.known_ids[: sequence.prefilled_tokens] if prefilling else sequence.known_ids[:-1]
         scheduler.retire(sequence, keep=True)
         states = self._states.pop(sequence)
@@ -328,8 +331,8 @@ class DecodeLoop:
             states.append((len(ids), snapshot))
         if sequence.outgrown:
             scheduler.park_states(list(states))
-        runner.release(slot)
-        self.stages.drafters.release(slot)
+        runner.release(sequence.slot)
+        self.stages.drafters.release(sequence.slot)
         self.tiers.retired(sequence, ids, states)
 
     def _remember_prompt(self, sequence: Sequence, num_tokens: int) -> None:
@@ -386,10 +389,9 @@ class DecodeLoop:
             self._end(sequence, "error" if error else "cancelled", error)
         self._ring.pop(drain=True)
         for sequence in active:
-            slot = sequence.slot
             self._scheduler.retire(sequence, keep=False)
-            self.stages.runner.release(slot)
-            self.stages.drafters.release(slot)
+            self.stages.runner.release(sequence.slot)
+            self.stages.drafters.release(sequence.slot)
         for sequence in waiting:
             self._scheduler.cancel(sequence)
         self._scheduler.admit()

@@ -25,7 +25,9 @@ class SavedStates:
         """Of a sequence that outgrew the device, which the tree does not hold, by its id; oldest first."""
 
     def save(self, sequence: Sequence) -> StateSnapshot | None:
-        """The state of a sequence now; None if nobody gives room up."""
+        """The state of a sequence now; None if nobody gives room up, or if its chat was forgotten."""
+        if sequence.forgotten:
+            return None
         return self._runner.save_states(sequence.slot, self._give_up)
 
     def remember(self, sequence: Sequence, ids: tuple[int, ...]) -> None:

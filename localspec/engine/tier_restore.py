@@ -40,7 +40,7 @@ Call = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on the decode thread between two steps."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Wish:
     """A prompt whose cached prefix is wanted; `matched_tokens` of it are in the tree already."""
 
@@ -48,7 +48,19 @@ class Wish:
     matched_tokens: int
     salt: str = ""
     chat_id: str | None = None
+    private: bool = False
     cancelled: Callable[[], bool] = lambda: False
+    dropped: bool = False
+    """Set when the chat was forgotten meanwhile."""
+
+    @property
+    def unwanted(self) -> bool:
+        return self.dropped or self.cancelled()
+
+    @property
+    def owner(self) -> str | None:
+        """The chat that is noted at what was used, which outlives this process."""
+        return None if self.private else self.chat_id
 
 
 @dataclass(frozen=True)
@@ -188,10 +200,10 @@ class Restorer:
 
     def note_use(self, restored: Restored, wish: Wish) -> None:
         """Blocks that were used become young: written down once nobody waits for them any more."""
-        if restored.found is not None:
-            self._host.use((block.key for block in restored.found.blocks), wish.chat_id)
+        if restored.found is not None and not wish.dropped:
+            self._host.use((block.key for block in restored.found.blocks), wish.owner)
             if self._store is not None:
-                self._store.use(restored.found, wish.chat_id)
+                self._store.use(restored.found, wish.owner)
 
     def _take_pages(self, found: Found, wish: Wish) -> _Pages | None:
         """Decode thread: hold the pages that the tree has of the prefix and take fresh ones for the rest."""
@@ -217,9 +229,9 @@ class Restorer:
     def _give_pages(
         self, found: Found, wish: Wish, pages: _Pages, snapshot: StateSnapshot | None, complete: bool
     ) -> None:
-        """Decode thread: into the tree if all is there, and let go of the pages."""
+        """Decode thread: into the tree if all is there and still wanted, and let go of the pages."""
         scheduler = self._scheduler
-        if complete and pages.epoch == self.epoch:
+        if complete and pages.epoch == self.epoch and not wish.dropped:
             ids = wish.token_ids[: found.num_tokens]
             scheduler.prefix.insert(ids, pages.numbers, wish.chat_id, wish.salt)
             if snapshot is not None:
@@ -229,14 +241,14 @@ class Restorer:
     def _load(
         self, blocks: list[Block], found: Found, pages: _Pages, wish: Wish, cost: _Cost
     ) -> tuple[StateSnapshot | None, bool]:
-        """Read ahead, check, copy. Returns the state and whether all is in place, which fails only if cancelled."""
+        """Read ahead, check, copy. Returns the state and whether all is in place, which fails if it is unwanted."""
         reading: deque[Reading] = deque()
         placing: deque[tuple[Any, Reading]] = deque()
         ahead = deque(blocks)
         spare = list(self._buffers)
         snapshot: StateSnapshot | None = None
         try:
-            while not wish.cancelled():
+            while not wish.unwanted:
                 self._read_ahead(ahead, reading, spare, found, pages)
                 if not reading:
                     self._finish(placing, spare, 0)

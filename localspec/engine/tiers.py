@@ -29,6 +29,7 @@ from localspec.cache.spill_limits import read_limits
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
 from localspec.engine.metrics import MetricsRecorder
+from localspec.engine.no_tiers import NoTiers, settle
 from localspec.engine.tier_bytes import BlockBytes, layout_parts
 from localspec.engine.tier_figures import TierFigures
 from localspec.engine.tier_keep import Keeper, PageCopier, Turn
@@ -51,41 +52,6 @@ CPU_HOST_SHARE, CPU_HOST_MOST_BYTES = 0.1, 2 << 30
 Work = queue.SimpleQueue[Callable[[], None] | None]
 
 
-class NoTiers:
-    """An engine that keeps nothing below the device. Methods without a thread named are the decode thread's."""
-
-    @property
-    def restoring(self) -> bool:
-        """Whether a restore holds pages or requests; its end comes as a command."""
-        return False
-
-    def start(self, call: Call) -> None:
-        """`call` runs a function on the decode thread, which must run already."""
-
-    def fetch(self, sequence: Sequence) -> None:
-        """If the disk may hold more of a queued request's prompt than the tree, look there before admission."""
-
-    def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
-        """Any thread: bring the prefix of a conversation near; done when it is there or will not come."""
-        return _done()
-
-    def retired(self, sequence: Sequence, ids: tuple[int, ...], states: list[tuple[int, StateSnapshot]]) -> None:
-        """A sequence's tokens are in the tree; write them, and the states at their positions, when there is time."""
-
-    def forget(self, chat_id: str) -> Future[None]:
-        """Any thread: delete what only this chat has on disk, turns that wait to be written included."""
-        return _done()
-
-    def see_prefill(self, num_tokens: int, milliseconds: float) -> None:
-        """How fast this machine reads prompts."""
-
-    def reset(self) -> None:
-        """The tree was emptied because its contents are in doubt."""
-
-    def close(self) -> None:
-        """Any other thread: write what waits (for a limited time), end the threads. The decode thread still runs."""
-
-
 class HostAndDisk(NoTiers):
     """One per loaded model. `store` None: the disk cannot be used, host memory can."""
 
@@ -106,6 +72,7 @@ class HostAndDisk(NoTiers):
         self._turns: Work = queue.SimpleQueue()
         self._writes: Work = queue.SimpleQueue()
         self._waiting: list[Turn] = []
+        self._wished: list[Wish] = []
         self._lock = threading.Lock()
         self._close_by_s: float | None = None
         self._restoring = 0
@@ -146,20 +113,27 @@ class HostAndDisk(NoTiers):
         matched = scheduler.prefix.match(ids, scheduler.needs_state, request.cache_salt).total_tokens
         if len(ids) - matched < MIN_GAIN_TOKENS:
             return
-        chat_id = None if request.private else request.chat_id
-        wish = Wish(ids, matched, request.cache_salt, chat_id, lambda: sequence.cancelled)
+        wish = Wish(ids, matched, request.cache_salt, request.chat_id, request.private, lambda: sequence.cancelled)
         sequence.held = True
         self._restoring += 1
-        self._wishes.put(lambda: self._fetch(wish, lambda problem: self._let_go(sequence, problem)))
+        self._ask(wish, lambda problem: self._let_go(sequence, problem))
 
     def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
         future: Future[None] = Future()
         wish = Wish(token_ids, 0, chat_id=chat_id)
-        self._wishes.put(lambda: self._fetch(wish, lambda problem: _settle(future)))
+        self._ask(wish, lambda problem: settle(future))
         return future
+
+    def _ask(self, wish: Wish, done: Callable[[str], None]) -> None:
+        """Have a wish served; `done` is told of the problem with it."""
+        with self._lock:
+            self._wished.append(wish)
+        self._wishes.put(lambda: self._fetch(wish, done))
 
     def retired(self, sequence: Sequence, ids: tuple[int, ...], states: list[tuple[int, StateSnapshot]]) -> None:
         request = sequence.request
+        if sequence.forgotten:
+            return
         if self._scheduler.needs_state:
             ids = ids[: max((position for position, _ in states), default=0)]
         if len(ids) < MIN_GAIN_TOKENS:
@@ -175,9 +149,10 @@ class HostAndDisk(NoTiers):
 
     def forget(self, chat_id: str) -> Future[None]:
         future: Future[None] = Future()
-        with self._lock:
-            for turn in self._waiting:
-                turn.dropped = turn.dropped or turn.chat_id == chat_id
+
+        def begin(_: Future[None]) -> None:
+            self.forgotten(chat_id)
+            self._turns.put(from_memory)
 
         def from_memory() -> None:
             self._pool.forget_chat(chat_id)
@@ -187,10 +162,18 @@ class HostAndDisk(NoTiers):
             if self._store is not None:
                 self._store.forget_chat(chat_id)
             self._figures.report()
-            _settle(future)
+            settle(future)
 
-        self._turns.put(from_memory)
+        # Behind what the decode thread was told before, so that no turn which ended meanwhile comes after it.
+        self._call(lambda: None).add_done_callback(begin)
         return future
+
+    def forgotten(self, chat_id: str) -> None:
+        with self._lock:
+            for turn in self._waiting:
+                turn.dropped = turn.dropped or turn.chat_id == chat_id
+            for wish in self._wished:
+                wish.dropped = wish.dropped or wish.chat_id == chat_id
 
     def see_prefill(self, num_tokens: int, milliseconds: float) -> None:
         if num_tokens >= PAGE_TOKENS and milliseconds > 0:
@@ -227,11 +210,13 @@ class HostAndDisk(NoTiers):
     def _fetch(self, wish: Wish, done: Callable[[str], None]) -> None:
         restored, problem = Restored(), ""
         try:
-            if self._close_by_s is None and not wish.cancelled():
+            if self._close_by_s is None and not wish.unwanted:
                 restored = self._restorer.restore(wish, self._worth_reading)
                 self._figures.count(restored)
                 problem = restored.problem or self._other_model(wish, restored.tokens)
         finally:
+            with self._lock:
+                self._wished.remove(wish)
             done(problem)
         self._restorer.note_use(restored, wish)
         self._figures.report()
@@ -246,9 +231,9 @@ class HostAndDisk(NoTiers):
 
     def _other_model(self, wish: Wish, restored_tokens: int) -> str:
         """Whether the chat is on disk, but as another model (or back end, or set of drafters) computed it."""
-        if restored_tokens or wish.matched_tokens or wish.chat_id is None or self._store is None:
+        if restored_tokens or wish.matched_tokens or wish.owner is None or self._store is None:
             return ""
-        return OTHER_MODEL if self._store.kept_by_another(wish.chat_id) else ""
+        return OTHER_MODEL if self._store.kept_by_another(wish.owner) else ""
 
     def _worth_reading(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether reading is faster than computing; unknown rates are found out by reading."""
@@ -368,15 +353,3 @@ def _worth_keeping(states: list[tuple[int, StateSnapshot]]) -> list[tuple[int, S
         if position - kept[-1][0] >= MIN_STATE_DISTANCE_TOKENS:
             kept.append((position, snapshot))
     return [*kept, *states[1:][-1:]]
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    _settle(future)
-    return future
-
-
-def _settle(future: Future[None]) -> None:
-    """What was asked for is done, whether or not somebody still waits."""
-    if future.set_running_or_notify_cancel():
-        future.set_result(None)

@@ -8,7 +8,6 @@ of one chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from localspec.cache.miss import explain
 from localspec.cache.pages import PagePool
@@ -26,6 +25,7 @@ from localspec.core.records import (
     VerifyPlan,
 )
 from localspec.scheduler.chunks import LayerPace
+from localspec.scheduler.depth_policy import DepthPolicy
 from localspec.scheduler.overflow import OverflowLimits, Parked, share_for
 from localspec.scheduler.sequence import Sequence, Stage
 
@@ -50,22 +50,6 @@ class Limits:
     """Keep the depth at the end of an answer, where a new shape would cost more than rows in vain (captured graphs)."""
     shares_rows: bool = False
     """Sequences may together ask for more drafts than a step has rows; the likeliest get them."""
-
-
-class DepthPolicy(Protocol):
-    """Chooses method and depth of each decoding sequence. Implemented by the tuner."""
-
-    def choose(self, sequence: Sequence, num_active: int) -> tuple[str, int]:
-        """(drafter name, depth) for the next window."""
-        ...
-
-    def wants_all(self, sequence: Sequence) -> bool:
-        """Whether all drafts of the window that was just chosen are to be verified, whatever they are worth."""
-        ...
-
-    def row_budget(self, num_active: int, wanted_rows: int) -> int | None:
-        """Rows of a step whose sequences may share them and ask for so many; None: each draft has its row."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -280,9 +264,10 @@ class Scheduler:
         ids = sequence.known_ids[:-1]
         if sequence.stage is Stage.PREFILL:
             ids = ids[: sequence.prefilled_tokens]
-        if keep and ids:
+        keep = keep and bool(ids) and not sequence.forgotten
+        if keep:
             self.remember(sequence, ids)
-        if keep and ids and sequence.outgrown:
+        if keep and sequence.outgrown:
             request = sequence.request
             self._parked = Parked(ids, sequence.pages, sequence.num_ring, request.cache_salt, request.chat_id)
         else:
@@ -293,7 +278,10 @@ class Scheduler:
         sequence.stage = Stage.FINISHED
 
     def remember(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
-        """Put the first tokens of a sequence into the tree, of one that is larger than the device those that stay."""
+        """Put the first tokens of a sequence into the tree, of one that is larger than the device those that stay, of a
+        forgotten chat none."""
+        if sequence.forgotten:
+            return
         request = sequence.request
         if sequence.outgrown:
             ids = ids[: (len(sequence.pages) - sequence.num_ring) * PAGE_TOKENS]
@@ -305,7 +293,9 @@ class Scheduler:
             self._parked.states = states
 
     def forget_chat(self, chat_id: str) -> None:
-        """Drop everything that only this chat left."""
+        """Drop everything that only this chat left; of its sequences that wait or run nothing will be kept."""
+        for sequence in (*self.active, *self._waiting):
+            sequence.forgotten = sequence.forgotten or sequence.request.chat_id == chat_id
         self.prefix.forget_chat(chat_id)
         if self._parked is not None and self._parked.chat_id == chat_id:
             self._drop_parked()

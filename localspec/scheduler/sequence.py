@@ -42,6 +42,8 @@ class Sequence:
     phase: str = "answer"
     """Kind of text that the next token belongs to, a value of `api.types.Phase`."""
     cancelled: bool = False
+    forgotten: bool = False
+    """Its chat was forgotten since it was asked for: it is answered, and nothing of it is kept."""
     held: bool = False
     """Waits for its prefix to come from memory or disk."""
     tier_problem: str = ""
