@@ -16,6 +16,8 @@ from localspec.cache.pages import PagePool
 from localspec.core.records import PAGE_TOKENS
 
 Snapshot = object
+NO_CHAT = ""
+"""Owner of what came without a chat id; nothing forgets it."""
 REMEMBERED_PAGES = 1 << 16
 """Of which the tree knows that it once had them, so that it can say that they were evicted."""
 
@@ -125,8 +127,7 @@ class PrefixTree:
                     self._remember(child.chain)
                 self._absorb_shorter_sibling(node, child)
             child.last_used = self._clock
-            if chat_id is not None:
-                child.chat_ids.add(chat_id)
+            child.chat_ids.add(chat_id or NO_CHAT)
             node = child
 
     def add_snapshot(self, token_ids: tuple[int, ...], snapshot: Snapshot, salt: str = "") -> bool:
@@ -176,6 +177,8 @@ class PrefixTree:
         """Drop everything that only this chat put here."""
         # Parents come before their children, so the other way round a branch goes from its end.
         for node in reversed(list(self._nodes())):
+            if chat_id not in node.chat_ids or not chat_id:
+                continue
             node.chat_ids.discard(chat_id)
             if not node.children and not node.chat_ids:
                 self._remove(node)

@@ -100,6 +100,17 @@ def test_forgetting_a_chat_keeps_what_others_use() -> None:
     assert written.tree.num_pages == 0 and written.pool.num_free == NUM_PAGES - 1
 
 
+def test_what_came_without_a_chat_outlives_every_chat() -> None:
+    written = Written()
+    written.put(ids(1, 300))
+    written.put(ids(1, 128) + ids(2, 64), chat_id="a")
+    for chat in ("never was here", "a", ""):
+        written.tree.forget_chat(chat)
+    assert written.tree.match(ids(1, 300), needs_state=False).total_tokens == 300
+    assert written.tree.match(ids(1, 128) + ids(2, 64), needs_state=False).num_tokens == 128
+    assert written.tree.num_pages == 5, "the chat's own page went"
+
+
 def test_eviction_takes_the_least_used_leaf_and_no_page_in_use() -> None:
     written = Written()
     written.put(ids(1, 128))
