@@ -93,8 +93,9 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises QueueFull; the caller has checked the context limit."""
-        if len(self._waiting) >= self.limits.max_queued:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting already")
+        num_waiting = sum(not other.cancelled for other in self._waiting)
+        if num_waiting >= self.limits.max_queued:
+            raise QueueFull(f"{num_waiting} requests are waiting already")
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         self._waiting.append(sequence)

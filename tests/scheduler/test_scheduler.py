@@ -200,7 +200,10 @@ def test_the_queue_is_bounded_and_cancelled_requests_leave_it() -> None:
     with pytest.raises(QueueFull, match="2 requests"):
         scheduler.add(request())
     scheduler.cancel(waiting[0])
-    assert [s.id for s in admit_all(scheduler)] == [2]
+    late = scheduler.add(request())
+    with pytest.raises(QueueFull, match="2 requests"):
+        scheduler.add(request())
+    assert [s.id for s in admit_all(scheduler)] == [2, late.id]
 
 
 def test_every_page_comes_back() -> None:
