@@ -258,6 +258,23 @@ class ChatStore:
         with self._write() as connection:
             connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, writable(value)))
 
+    def notes_like(self, start: str) -> dict[str, str]:
+        """Remembered values whose names start so, the latest remembered last."""
+        rows = self._connection.execute(
+            "SELECT name, value FROM notes WHERE substr(name, 1, ?) = ? ORDER BY rowid", (len(start), start)
+        )
+        return {str(name): str(value) for name, value in rows}
+
+    def rename_note(self, name: str, new_name: str) -> bool:
+        """Give a value another name; False if it is no longer there."""
+        with self._write() as connection:
+            return connection.execute("UPDATE notes SET name = ? WHERE name = ?", (new_name, name)).rowcount == 1
+
+    def forget_note(self, name: str) -> None:
+        """Remove a value."""
+        with self._write() as connection:
+            connection.execute("DELETE FROM notes WHERE name = ?", (name,))
+
     def insert_tree(self, new: NewChat, messages: Iterable[tuple[int, Stored]], leaf: int | None) -> Chat:
         """Write an imported conversation in one transaction.
 

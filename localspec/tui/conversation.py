@@ -16,9 +16,11 @@ from typing import cast
 from localspec.api.engine import Engine
 from localspec.api.types import EngineError, Event, GenerateRequest, Sampling
 from localspec.chats import Chat, ChatError, NewChat, Stored, StoreWorker, private_store
+from localspec.chats.drafts import keep_draft, leave_draft, take_draft
 from localspec.chats.export import from_json, to_json
 from localspec.chats.store import title_from
 from localspec.tui.answer import Answer
+from localspec.tui.draft_owner import has_gone, new_owner
 from localspec.tui.options import ChatSettings
 from localspec.tui.saved import SETTINGS_NOTE, read_settings, settings_text
 
@@ -45,6 +47,7 @@ class Conversation:
         self.durable = store
         self._private: StoreWorker | None = None
         self._store = store
+        self._owner = new_owner()
         self._unsaved: dict[tuple[StoreWorker, int], Stored] = {}
         """Messages whose last save is under way or has failed: what the store has of them is older."""
         if private:
@@ -96,7 +99,7 @@ class Conversation:
         await self._store.run(lambda s: s.add(chat.id, Stored("user", text, parent)))
         if is_first:
             # What was being written before there was a chat is its first message now.
-            await self.durable.run(lambda s: s.remember("draft", ""))
+            await self.durable.run(lambda s: keep_draft(s, self._owner, ""))
         await self._reload()
 
     async def start_answer(self) -> None:
@@ -240,17 +243,17 @@ class Conversation:
         if self.private:
             return
         if self.chat is None:
-            await self.durable.run(lambda s: s.remember("draft", text))
+            await self.durable.run(lambda s: keep_draft(s, self._owner, text))
         else:
             chat_id = self.chat.id
             await self.durable.run(lambda s: s.update_chat(chat_id, draft=text))
 
     async def draft(self) -> str:
-        """The unsent prompt of this chat."""
+        """The unsent prompt of this chat; for a new one, that of an interface that has ended is taken over."""
         if self.private:
             return ""
         if self.chat is None:
-            return await self.durable.run(lambda s: s.note("draft"))
+            return await self.durable.run(lambda s: take_draft(s, self._owner, has_gone))
         chat_id = self.chat.id
         return (await self.durable.run(lambda s: s.chat(chat_id))).draft
 
@@ -263,8 +266,9 @@ class Conversation:
                 return
 
     def close(self) -> None:
-        """Forget a private chat."""
+        """Forget a private chat; what is unsent may be shown elsewhere. Before the store is closed."""
         self._drop_private()
+        self.durable.submit(lambda s: leave_draft(s, self._owner))
 
     async def _save(self, store: StoreWorker, message: Stored) -> None:
         # Noted before it is tried: whoever waits here may be cancelled, and would not learn that it failed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from textual.widgets import Input, Select, TextArea
 
 from localspec.api.types import GenerateRequest
 from localspec.tui.attachments import Attachments
+from localspec.tui.draft_owner import has_gone, new_owner
 from localspec.tui.screens.parameters import ParametersScreen
 from tests.tui.fakes import NARROW, ask, listed, scripted, started, until
 
@@ -113,13 +116,38 @@ def test_chips_are_put_in_once_and_clean() -> None:
 async def test_what_is_written_is_kept_while_it_is_written(tmp_path: Path) -> None:
     async with started(scripted("a"), tmp_path) as (app, pilot):
         await pilot.press(*"half a question")
-        note = lambda: app.chat.conversation.durable.submit(lambda s: s.note("draft")).result()  # noqa: E731
+
+        def note() -> str:
+            return "".join(app.chat.conversation.durable.submit(lambda s: s.notes_like("draft")).result().values())
+
         await until(lambda: note().startswith("half"))
         await until(lambda: note() == "half a question")
         await pilot.press("enter")
         await until(lambda: len(app.chat.conversation.messages) == 2 and not app.chat.busy)
         # It is the first message now, and no draft of the next chat.
         assert note() == ""
+
+
+async def test_two_apps_keep_their_unsent_prompts_apart(tmp_path: Path) -> None:
+    async with started(scripted("a"), tmp_path) as (one, _):
+        one.chat.prompt.put("unsent in the first")
+        await one.chat._drafts.keep()
+        async with started(scripted("b"), tmp_path) as (two, pilot):
+            assert two.chat.prompt.text == ""
+            await ask(two, pilot, "hi")
+    async with started(scripted("c"), tmp_path) as (again, _):
+        await until(lambda: again.chat.prompt.text == "unsent in the first")
+
+
+def test_an_owner_has_gone_with_its_process() -> None:
+    own = new_owner()
+    number, began, name = own.split(":")
+    assert not has_gone(own) and new_owner() != own
+    assert has_gone(f"{number}:{int(began) - 1000}:{name}")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for gone in (f"{ended.pid}:{began}:{name}", f"left by {own}", "", ":", "x:y:z", "9" * 30 + ":1:a"):
+        assert has_gone(gone), gone
 
 
 async def test_chip_can_be_opened(tmp_path: Path) -> None:
