@@ -74,6 +74,7 @@ class Splitter:
         self._schemas = tool_schemas(options.tools)
         self._buffer = ""
         self._buffer_start = 0
+        self._blanks: list[str] = []
         self._step: Callable[[list[Piece], bool], bool] = self._start
         self._skips_space = False
         self._content_began = False
@@ -84,12 +85,21 @@ class Splitter:
 
     def feed(self, text: str) -> list[Piece]:
         """Pieces that are certain after this text."""
-        self._buffer += text
+        if self._reader is None and text.isspace() and self._buffer[-1:].isspace():
+            # Space that is held is held whatever space follows; put together once, a long run costs no more than text.
+            self._blanks.append(text)
+            return []
+        self._take(text)
         return self._pump(False)
 
     def finish(self) -> list[Piece]:
         """Pieces that were held back, at the end of the text."""
+        self._take("")
         return self._pump(True)
+
+    def _take(self, text: str) -> None:
+        self._buffer += "".join(self._blanks) + text
+        self._blanks.clear()
 
     def _pump(self, last: bool) -> list[Piece]:
         pieces: list[Piece] = []
@@ -208,13 +218,14 @@ class Splitter:
 
     def _behind_call(self, pieces: list[Piece], last: bool) -> bool:
         """Drop the closing tag, stray braces and the separator of Llama's notation."""
-        text = self._buffer.lstrip(" \t\r\n}")
+        self._drop(len(self._buffer) - len(self._buffer.lstrip(" \t\r\n}")))
+        text = self._buffer
         if text.startswith(CALL_CLOSE) and self._call_is_tagged:
-            self._drop(len(self._buffer) - len(text) + len(CALL_CLOSE))
+            self._drop(len(CALL_CLOSE))
         elif CALL_CLOSE.startswith(text) and not last:
             return False
         else:
-            self._drop(len(self._buffer) - len(text) + text.startswith(";"))
+            self._drop(text.startswith(";"))
             # Only a call may follow one without a tag; `{` counts as its beginning again.
             self._content_began = self._call_is_tagged
         self._step, self._skips_space = self._content, True

@@ -67,6 +67,7 @@ class JsonCall:
         self._in_value = False
         self._name: str | None = None
         self._arguments: list[str] = []
+        self._has_arguments = False
         self._streams = False
         self._given = False
 
@@ -123,7 +124,7 @@ class JsonCall:
         if self._depth == 1:
             return
         if self._depth == 2 and self._in_value and not "".join(self._value).strip():
-            self._streams = character == "{" and self._key in ("arguments", "parameters")
+            self._streams = character == "{" and self._may_be_arguments()
         self._take(character)
 
     def _close(self, character: str) -> None:
@@ -163,10 +164,17 @@ class JsonCall:
             if name is None or not allowed or not _TOOL_NAME.fullmatch(name):
                 self.failed = True
             self._name = name
-        elif self._in_value and self._key in ("arguments", "parameters") and not self._arguments:
+        elif self._in_value and self._may_be_arguments():
             # Some models write the arguments as JSON text inside a string, or null for none.
             self._arguments = [_text_of(source) or "{}"]
         self._key, self._value, self._in_value = None, [], False
+
+    def _may_be_arguments(self) -> bool:
+        """Whether the value at hand is the call's arguments, which are then given: only the first ones count."""
+        if self._has_arguments or self._key not in ("arguments", "parameters"):
+            return False
+        self._has_arguments = True
+        return True
 
 
 class XmlCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -194,3 +195,18 @@ def test_types_behind_references(schema: dict[str, Any], value: Any) -> None:
     tools = ({"type": "function", "function": {"name": "go", "parameters": parameters}},)
     text = '<tool_call>\n<function=go>\n<parameter=at>\n{"x": 1}\n</parameter>\n</function>\n</tool_call>'
     assert json.loads(split([text], tools)["calls"][0][2]) == {"at": value}
+
+
+@pytest.mark.parametrize("before", ["", "hi", "<think>", HERMES, HERMES.removesuffix("</tool_call>")])
+def test_a_long_run_of_space_costs_no_more_than_text(before: str) -> None:
+    began_s = time.process_time()
+    found = split([before, *[" \n  "] * 50_000, "x"])
+    assert time.process_time() - began_s < 3
+    assert found == split([before + " \n  " * 50_000 + "x"])
+
+
+@pytest.mark.parametrize("values", [("", "", ""), ("{}", '"{}"'), ("{}", '{"a": 1}'), ('"{}"', "{}"), ("null", "[{}]")])
+def test_only_the_first_arguments_of_a_call_count(values: tuple[str, ...]) -> None:
+    text = '{"name": "read"' + "".join(f', "arguments": {value}' for value in values) + "}"
+    for parts in ([text], list(text)):
+        assert [arguments for _, _, arguments in split(parts)["calls"]] == ["{}"]
