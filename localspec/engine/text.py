@@ -63,6 +63,10 @@ class TextStage:
             repetition_penalty=float(self.generation.get("repetition_penalty", 1.0)),
         )
 
+    def count_tokens(self, request: GenerateRequest) -> int:
+        """Tokens of the prompt of a request, whether there is room for it or not. Raises EngineError."""
+        return len(self._prompt(request, must_fit=False)[1])
+
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises EngineError: `bad_request`, or `context_length_exceeded` with both numbers."""
         text, ids = self._prompt(request)
@@ -168,14 +172,15 @@ class TextStage:
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self.tokenizer.memory.remember(text, (*prepared.request.prompt_ids, *emitted_ids))
 
-    def _prompt(self, request: GenerateRequest) -> tuple[str | None, tuple[int, ...]]:
+    def _prompt(self, request: GenerateRequest, must_fit: bool = True) -> tuple[str | None, tuple[int, ...]]:
         given = [bool(request.messages), request.prompt is not None, bool(request.prompt_token_ids)]
         if sum(given) != 1:
             raise EngineError("bad_request", "give exactly one of messages, prompt and prompt token ids")
         if request.prompt_token_ids:
             return None, request.prompt_token_ids
         text = request.prompt if request.prompt is not None else self._render(request)
-        self._refuse_what_cannot_fit(text)
+        if must_fit:
+            self._refuse_what_cannot_fit(text)
         return text, self.tokenizer.encode_keeping_history(text)
 
     def _refuse_what_cannot_fit(self, text: str) -> None:

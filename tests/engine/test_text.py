@@ -147,6 +147,17 @@ def test_context_overflow_names_both_numbers(text: TextStage) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_a_prompt_that_does_not_fit_is_counted(text: TextStage) -> None:
+    asked = GenerateRequest(messages=(Message("user", "word " * 60_000),))
+    with pytest.raises(EngineError, match="too long"):
+        text.prepare(asked)
+    assert 60_000 < text.count_tokens(asked) < 60_100
+    fits = GenerateRequest(messages=(Message("user", "one word"),))
+    assert text.count_tokens(fits) == len(text.prepare(fits).request.prompt_ids)
+    with pytest.raises(EngineError, match="exactly one"):
+        text.count_tokens(GenerateRequest())
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(text: TextStage, monkeypatch: Any) -> None:
     most_chars = text.tokenizer.bound.most_chars
     assert most_chars is not None
