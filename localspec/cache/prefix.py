@@ -8,6 +8,7 @@ snapshot was taken: a hit is the longest position that has keys, values and, if 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from localspec.cache.pages import PagePool
 from localspec.core.records import PAGE_TOKENS
 
 Snapshot = object
+LONE_REFERENCES = 2
+"""To a snapshot that only the tree holds: its node's and the one that asks."""
 NO_CHAT = ""
 """Owner of what came without a chat id; nothing forgets it."""
 REMEMBERED_PAGES = 1 << 16
@@ -145,12 +148,16 @@ class PrefixTree:
         return True
 
     def give_up_snapshot(self) -> bool:
-        """Drop the snapshot that was not used for longest; False if there is none."""
-        oldest = min((node for node in self._nodes() if node.snapshots), key=lambda node: node.last_used, default=None)
-        if oldest is None:
-            return False
-        self._drop_snapshot(oldest.snapshots.pop(min(oldest.snapshots)))
-        return True
+        """Drop the snapshot that was not used for longest of those that nobody else holds; False if there is none.
+
+        What is being copied or read somewhere would stay where it is, and be lost here for nothing.
+        """
+        for node in sorted((node for node in self._nodes() if node.snapshots), key=lambda node: node.last_used):
+            for offset in sorted(node.snapshots):
+                if sys.getrefcount(node.snapshots[offset]) <= LONE_REFERENCES:
+                    self._drop_snapshot(node.snapshots.pop(offset))
+                    return True
+        return False
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages that only the tree holds, least recently used leaves first. Returns how many."""

@@ -143,9 +143,25 @@ def test_the_oldest_snapshot_is_given_up_first() -> None:
     for tokens in (long, short):
         written.put(tokens)
         written.tree.add_snapshot(tokens, f"after {len(tokens)}")
-    written.tree.add_snapshot(long[:PAGE_TOKENS], "whole page")
+    written.tree.add_snapshot(long[:PAGE_TOKENS], f"after {PAGE_TOKENS}")
     written.tree.match(short, True)
     assert written.tree.give_up_snapshot() and written.tree.give_up_snapshot()
     assert written.tree.match((*short, 1), True).snapshot == f"after {len(short)}"
     assert written.tree.give_up_snapshot() and not written.tree.give_up_snapshot()
-    assert sorted(map(str, written.dropped)) == sorted([f"after {len(long)}", "whole page", f"after {len(short)}"])
+    assert sorted(map(str, written.dropped)) == sorted(
+        [f"after {len(long)}", f"after {PAGE_TOKENS}", f"after {len(short)}"]
+    )
+
+
+def test_a_snapshot_that_somebody_reads_is_not_given_up() -> None:
+    written = Written()
+    tokens = tuple(range(3 * PAGE_TOKENS))
+    written.put(tokens)
+    reading = []
+    for count in (PAGE_TOKENS, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS):
+        reading.append({count})
+        written.tree.add_snapshot(tokens[:count], reading[-1])
+    assert not written.tree.give_up_snapshot() and written.tree.num_snapshots == 3
+    del reading[1]
+    assert written.tree.give_up_snapshot() and not written.tree.give_up_snapshot()
+    assert written.dropped == [{2 * PAGE_TOKENS}] and written.tree.match(tokens, True).total_tokens == len(tokens)
