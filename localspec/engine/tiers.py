@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from localspec.api.types import EngineError
 from localspec.cache.host_pool import HostPool
 from localspec.cache.miss import OTHER_MODEL
 from localspec.cache.pool import CachePool, StateSnapshot
@@ -75,6 +76,7 @@ class HostAndDisk(NoTiers):
         self._wished: list[Wish] = []
         self._lock = threading.Lock()
         self._close_by_s: float | None = None
+        """Set once, under the lock, when nothing more is taken."""
         self._restoring = 0
         self._threads: list[threading.Thread] = []
 
@@ -114,25 +116,30 @@ class HostAndDisk(NoTiers):
         if len(ids) - matched < MIN_GAIN_TOKENS:
             return
         wish = Wish(ids, matched, request.cache_salt, request.chat_id, request.private, lambda: sequence.cancelled)
-        sequence.held = True
-        self._restoring += 1
-        self._ask(wish, lambda problem: self._let_go(sequence, problem))
+        # It is let go by a command to this very thread, so it is held by then.
+        if self._ask(wish, lambda problem: self._let_go(sequence, problem)):
+            sequence.held = True
+            self._restoring += 1
 
     def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
         future: Future[None] = Future()
         wish = Wish(token_ids, 0, chat_id=chat_id)
-        self._ask(wish, lambda problem: settle(future))
+        if not self._ask(wish, lambda problem: settle(future)):
+            settle(future)
         return future
 
-    def _ask(self, wish: Wish, done: Callable[[str], None]) -> None:
-        """Have a wish served; `done` is told of the problem with it."""
+    def _ask(self, wish: Wish, done: Callable[[str], None]) -> bool:
+        """Have a wish served, `done` is told of the problem with it; False where no wish is served any more."""
         with self._lock:
+            if self._close_by_s is not None:
+                return False
             self._wished.append(wish)
-        self._wishes.put(lambda: self._fetch(wish, done))
+            self._wishes.put(lambda: self._fetch(wish, done))
+        return True
 
     def retired(self, sequence: Sequence, ids: tuple[int, ...], states: list[tuple[int, StateSnapshot]]) -> None:
         request = sequence.request
-        if sequence.forgotten:
+        if sequence.forgotten or self._close_by_s is not None:
             return
         if self._scheduler.needs_state:
             ids = ids[: max((position for position, _ in states), default=0)]
@@ -152,7 +159,12 @@ class HostAndDisk(NoTiers):
 
         def begin(_: Future[None]) -> None:
             self.forgotten(chat_id)
-            self._turns.put(from_memory)
+            with self._lock:
+                if self._close_by_s is None:
+                    self._turns.put(from_memory)
+                    return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError("not_ready", "the model was unloaded; ask again"))
 
         def from_memory() -> None:
             self._pool.forget_chat(chat_id)
@@ -183,7 +195,8 @@ class HostAndDisk(NoTiers):
         self._restorer.epoch += 1
 
     def close(self) -> None:
-        self._close_by_s = time.monotonic() + CLOSE_LIMIT_S
+        with self._lock:  # What comes behind the None of a queue would never be served.
+            self._close_by_s = time.monotonic() + CLOSE_LIMIT_S
         self._wishes.put(None)
         self._turns.put(lambda: self._writes.put(None))
         self._turns.put(None)

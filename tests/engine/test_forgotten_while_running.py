@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from localspec.api.types import EngineError
 from localspec.engine.build import Assembled
 from localspec.engine.tiers import HostAndDisk
 from tests.engine.tier_machine import Machine, eager, leave_only, prompt_ids, wait
@@ -116,3 +117,17 @@ def test_a_prefix_on_its_way_back_does_not_arrive(
         time.sleep(0.05)
         assert left(parts, prompt) == (0, 0, 0)
         assert parts.scheduler.pool.num_free == parts.scheduler.pool.num_pages - 1
+
+
+def test_tiers_that_are_closed_keep_nobody_waiting(tmp_path: Path) -> None:
+    """The model is switched while a chat is opened, asked and deleted."""
+    prompt = prompt_ids(3, 300)
+    with Machine("llama", tmp_path, drafters=("ngram",)).engine() as parts:
+        [first] = run(parts, [make_request(prompt, max_tokens=3, chat_id=CHAT)])
+        leave_only(parts, "host")
+        tiers = parts.loop.tiers
+        tiers.close()
+        tiers.warm(tuple(prompt), CHAT).result(20)
+        [again] = run(parts, [make_request(prompt, max_tokens=3, chat_id=CHAT)], timeout_s=20.0)
+        assert again.token_ids == first.token_ids and again.cached_tokens == 0
+        assert isinstance(tiers.forget(CHAT).exception(20), EngineError), "it is still on disk"
