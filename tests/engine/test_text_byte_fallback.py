@@ -35,9 +35,10 @@ def shown(tokenizer: Tokenizer, ids: tuple[int, ...], prompt_ids: tuple[int, ...
     return "".join(stream.push((i,), ("target",)).text for i in ids) + stream.finish().text
 
 
-@pytest.mark.parametrize(
-    "source", ["hello world", "ab " + "🙂é漢" * 40 + " and on" * 20, "漢字仮名交文" * 30, "é" * 99]
-)
+SOURCES = ("hello world", "ab " + "🙂é漢" * 40 + " and on" * 20, "漢字仮名交文" * 30, "é" * 99)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=("letters", "mixed", "three_bytes", "two_bytes"))
 def test_text_in_bytes_is_shown_whole_behind_any_prompt(tokenizer: Tokenizer, source: str) -> None:
     ids = tokenizer.encode(source)
     assert tokenizer.decode(ids) == source
