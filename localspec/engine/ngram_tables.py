@@ -18,7 +18,7 @@ from localspec.core.records import Request
 from localspec.drafters import NgramTableHandle
 from localspec.storage.aio import AsyncReader
 from localspec.storage.errors import DamagedFile, WrongOwner
-from localspec.storage.ngram_build import RunBuilder
+from localspec.storage.ngram_build import RunBuilder, delete_sources
 from localspec.storage.ngram_manifest import TableDirectory
 from localspec.storage.ngram_runs import NgramTable
 
@@ -64,19 +64,27 @@ class NgramTables:
         self._inbox: queue.SimpleQueue[_Answer | _Forget | None] = queue.SimpleQueue()
         self._waiting: list[_Answer] = []
         self._was_full = False
+        self._forgotten: set[str] = set()
+        """Sources of which nothing is taken any more: an answer may still run when its chat is forgotten."""
+        self._to_delete: list[str] = []
+        self._may_purge = any(handle.name == OWN for handle in self.handles)
+        """Whether the own table may hold bytes of deleted sources; its manifest says so, in the next process too."""
+        self._was_refused = False
         self._before_close: list[Callable[[], None]] = []
         self._flushed_s = time.monotonic()
         self._worker = threading.Thread(target=self._work, name="ngram", daemon=True)
         self._worker.start()
 
     def remember(self, request: Request, answer_ids: tuple[int, ...]) -> None:
-        """Take a finished answer for the own table; not if the request is private. Returns at once."""
+        """Take a finished answer for the own table; not if the request is private or its chat was
+        forgotten. Returns at once."""
         if self._learns and not request.private and answer_ids:
             lead = request.prompt_ids[-LEAD_TOKENS:]
             self._inbox.put(_Answer(_source(request.chat_id), (*lead, *answer_ids)))
 
     def forget(self, chat_id: str) -> None:
-        """Remove what was learnt from a chat, from the disk too. Returns at once."""
+        """Remove what was learnt from a chat, from the disk too, and learn no more from it. Returns at once."""
+        self._forgotten.add(_source(chat_id))
         if self._own.is_dir():
             self._inbox.put(_Forget(_source(chat_id)))
 
@@ -150,16 +158,18 @@ class NgramTables:
             else:
                 if item is None:
                     self._flush()
+                    self._clean()
                     return
                 if isinstance(item, _Forget):
                     self._forget(item.source)
-                else:
+                elif item.source not in self._forgotten:
                     self._waiting.append(item)
             tokens = sum(len(answer.token_ids) for answer in self._waiting)
             if tokens >= FLUSH_TOKENS or (tokens and time.monotonic() - self._flushed_s >= FLUSH_S):
                 self._flush()
 
     def _refresh(self) -> None:
+        self._clean()
         for handle in self.handles:
             try:
                 handle.table.refresh()
@@ -198,13 +208,26 @@ class NgramTables:
 
     def _forget(self, source: str) -> None:
         self._waiting = [answer for answer in self._waiting if answer.source != source]
-        try:
-            with self._builder() as builder:
-                if builder.delete(source):
-                    builder.purge_deleted()
-        except (OSError, ValueError) as error:
-            log.warning("What was learnt from a chat could not be removed: %s", error)
+        self._to_delete.append(source)
         self._refresh()
+
+    def _clean(self) -> None:
+        """Delete what is to be deleted: its name at once, its bytes when nobody else writes to the table. What cannot
+        be done now is tried again at every refresh."""
+        try:
+            if self._to_delete:
+                delete_sources(self._own, self._to_delete)
+                self._to_delete, self._may_purge = [], True
+            if self._may_purge:
+                if TableDirectory(self._own).load().deleted:
+                    with self._builder() as builder:
+                        builder.purge_deleted()
+                self._may_purge = False
+            self._was_refused = False
+        except (OSError, ValueError) as error:
+            if not self._was_refused:
+                log.warning("What was learnt from a deleted chat is not removed yet: %s", error)
+            self._was_refused = True
 
     def _builder(self) -> RunBuilder:
         return RunBuilder(self._own, self._fingerprint, order=OWN_ORDER)

@@ -165,3 +165,62 @@ def test_an_answer_waits_while_another_process_builds(tmp_path: Path) -> None:
         assert tables._waiting
     tables.close()
     assert TableDirectory(tmp_path / OWN).load().runs
+
+
+def learnt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> NgramTables:
+    """Tables whose own one knows an answer of the chat "gone", with quick refreshes."""
+    monkeypatch.setattr(ngram_tables, "FLUSH_TOKENS", 50)
+    monkeypatch.setattr(ngram_tables, "REFRESH_S", 0.02)
+    tables = NgramTables(folder, TOKENIZER, True, lambda word: None)
+    tables.remember(request("gone"), ANSWER)
+    wait(lambda: tables.handles[0].table.statistics().records > 0)
+    return tables
+
+
+def holds_answer(folder: Path) -> bool:
+    data = b"".join(path.read_bytes() for path in (folder / OWN).glob("*.ngr"))
+    return ANSWER[1].to_bytes(3, "little") + ANSWER[2].to_bytes(3, "little") in data
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_forgotten_chat_goes_once_the_table_is_free(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = learnt(tmp_path, monkeypatch)
+    with TableDirectory(tmp_path / OWN).builder_lock():
+        tables.forget("gone")
+        wait(lambda: not TableDirectory(tmp_path / OWN).load().sources)
+        if restarted:
+            tables.close()
+        assert holds_answer(tmp_path)
+    if restarted:
+        tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    wait(lambda: not holds_answer(tmp_path))
+    tables.close()
+    manifest = TableDirectory(tmp_path / OWN).load()
+    assert not manifest.sources and not manifest.deleted
+
+
+def test_a_deletion_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = learnt(tmp_path, monkeypatch)
+    tries: list[None] = []
+
+    def full(*arguments: object) -> int:
+        tries.append(None)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ngram_tables, "delete_sources", full)
+        tables.forget("gone")
+        wait(lambda: len(tries) > 2)
+    wait(lambda: not holds_answer(tmp_path))
+    tables.close()
+
+
+def test_an_answer_that_ends_after_its_chat_was_forgotten_is_not_learnt(tmp_path: Path) -> None:
+    tables = NgramTables(tmp_path, TOKENIZER, True, lambda word: None)
+    tables.forget("gone")
+    for chat in ("gone", "kept"):
+        tables.remember(request(chat), ANSWER)
+    tables.close()
+    assert set(TableDirectory(tmp_path / OWN).load().sources) == {"chat:kept"}
