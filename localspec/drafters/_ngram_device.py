@@ -9,6 +9,7 @@ loses a hit: its key is cleared first and written last. Hashes and records are t
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ from localspec.storage.ngram_format import (
     mix,
 )
 
+log = logging.getLogger(__name__)
 NUM_BUCKETS = 1 << 13
 """A context's records lie in one bucket of 8: 4 MiB of table, 512 bytes read a slot and step."""
 STAGED_RECORDS = 256
@@ -250,6 +252,7 @@ class NgramFeed:
         self._inbox: queue.SimpleQueue[tuple[int, tuple[int, ...], tuple[int, ...], bool] | None] = queue.SimpleQueue()
         self._guesses: dict[int, tuple[Guess, ...]] = {}
         self._speaking: dict[tuple[int, int], bool] = {}
+        self._has_failed = False
         self._thread: threading.Thread | None = None
 
     def post(self, sequence_id: int, tail: tuple[int, ...], came: tuple[int, ...], ended: bool) -> None:
@@ -269,7 +272,12 @@ class NgramFeed:
     def _work(self) -> None:
         with torch.inference_mode():
             while (item := self._inbox.get()) is not None:
-                self.follow(*item)
+                try:
+                    self.follow(*item)
+                except Exception:
+                    # The steps go on without these drafts, and every one of them may fail alike.
+                    log.log(logging.DEBUG if self._has_failed else logging.ERROR, "no n-gram drafts", exc_info=True)
+                    self._has_failed = True
 
     def follow(self, sequence_id: int, tail: Sequence[int], came: Sequence[int], ended: bool = False) -> None:
         """One landed step: judge, read what the step after the running one may need, copy it to the device.

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from localspec.api.types import EngineError
 from localspec.core.records import MAX_ROWS
 from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Counts, Speech
 from localspec.engine.knowledge import COPYING
@@ -241,12 +242,12 @@ class TunerKeeper:
                 continue
             try:
                 self._store.write(self._copy())
-            except TimeoutError:
+            except (TimeoutError, EngineError):  # a long step, or the decode thread has ended; `close` writes then
                 continue
             self._written_steps = steps
 
     def _copy(self) -> dict[str, Any]:
-        """What is known between two steps. Raises TimeoutError."""
+        """What is known between two steps. Raises TimeoutError, and EngineError where no step will come."""
         learnt: list[dict[str, Any]] = []
         self._between_steps(lambda: learnt.append(to_json(self._tuner))).result(WAIT_S)
         return learnt[0]

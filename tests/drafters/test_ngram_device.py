@@ -174,6 +174,28 @@ def test_the_thread_follows_and_ends(tmp_path: Path, reader: AsyncReader) -> Non
     assert not drafter._feed._guesses
 
 
+def test_the_thread_outlives_a_step_that_fails(
+    tmp_path: Path, reader: AsyncReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = text_of(1)
+    drafter = drafter_over(("t", make_table(tmp_path / "t", [text], reader)))
+    follow, seen = drafter._feed.follow, []
+
+    def twice_broken(*item: object) -> None:
+        seen.append(item)
+        if len(seen) <= 2:
+            raise RuntimeError("as asked")
+        follow(*item)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drafter._feed, "follow", twice_broken)
+    for length in range(40, 80):
+        drafter.follow(7, text[length - 16 : length], text[length - 1 : length], False)
+        time.sleep(0.005)
+    drafter.close()
+    assert len(seen) == 40 and int((drafter.table.words[:, 0] != 0).sum()) > 10
+    assert [record.getMessage() for record in caplog.records] == ["no n-gram drafts"]
+
+
 def test_what_a_table_was_worth_is_counted(tmp_path: Path, reader: AsyncReader) -> None:
     """By what the step says of its drafts: those of other drafters do not count."""
     text = [number % 7 for number in range(80)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.api.types import Sampling
+from localspec.api.types import EngineError, Sampling
 from localspec.core.records import Request
 from localspec.engine.tuner import Tuner
 from localspec.engine.tuner_store import TunerKeeper, TunerKey, TunerStore, read_document, saved_tuner, to_json
@@ -118,6 +118,26 @@ def test_the_keeper_writes_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     keeper.reset()
     assert not store.path.exists() and not tuner.learnt.costs
     steps[0] = 9
+    keeper.close()
+    assert store.path.exists()
+
+
+def test_the_keeper_outlives_the_decode_thread(tmp_path: Path) -> None:
+    tuner, store, calls = busy_tuner(50), TunerStore(tmp_path, KEY), [0]
+
+    def ended(function: Callable[[], None]) -> Future[None]:
+        calls[0] += 1
+        future: Future[None] = Future()
+        future.set_exception(EngineError("not_ready", "the model was unloaded"))
+        return future
+
+    steps = iter(range(10_000))
+    keeper = TunerKeeper(tuner, store, ended, lambda: next(steps), every_s=0.01)
+    deadline = time.monotonic() + 60
+    while calls[0] < 3:
+        assert time.monotonic() < deadline, "it did not go on after the first refusal"
+        time.sleep(0.01)
+    assert not store.path.exists()
     keeper.close()
     assert store.path.exists()
 
