@@ -120,9 +120,8 @@ class LocalEngine:
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, built.text.prepare, request)
 
     async def count_tokens(self, request: GenerateRequest) -> int:
-        built = self._ready()
-        prepared = await self._prepared(built, replace(request, max_tokens=1))
-        return len(prepared.request.prompt_ids)
+        count = self._ready().text.count_tokens
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, count, request)
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         return await asyncio.to_thread(self._ready().text.tokenizer.encode, text)
