@@ -9,6 +9,7 @@ import pytest
 from localspec.api.types import Sampling
 from localspec.core.records import Request
 from localspec.engine.build import Assembled
+from localspec.runner.runner import Reading
 from localspec.scheduler.sequence import Stage
 from tests.engine.tier_machine import Machine, facts, prompt_ids, wait
 from tests.helpers.engine import Collected, make_request, run
@@ -95,7 +96,9 @@ def test_drafters_see_each_chunk_once_in_a_part_of_its_own(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: Machine, at_the_end: bool) -> None:
+def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(
+    machine: Machine, at_the_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when all layers have run and the drafters have not seen the chunk."""
     num_layers = machine.model.num_layers
     long = prompt_ids(2, 700)
@@ -106,24 +109,22 @@ def test_a_prompt_that_leaves_between_two_layers_leaves_nothing_wrong(machine: M
         stream, leaving = Collected(), Collected()
         ticket = parts.loop.submit(make_request(prompt_ids(1, 30), max_tokens=900), stream.see)
         wait(lambda: len(stream.token_ids) > 0)
-        gone = parts.loop.submit(make_request(long, max_tokens=8), leaving.see)
         half: list[int] = []
+        advance = parts.loop.stages.device.advance_prefill
 
-        def in_the_middle() -> None:
-            reading = parts.loop._prefills._open
-            if reading is None or (reading.num_done == num_layers) != at_the_end:
-                return
-            if reading.plan.start_tokens >= 256 and gone.sequence is not None:
-                assert gone.sequence.stage is Stage.PREFILL
+        def advancing(reading: Reading, count: int) -> bool:
+            done = advance(reading, count)
+            in_the_middle = not done and (reading.num_done == num_layers) == at_the_end
+            if in_the_middle and reading.plan.start_tokens >= 256 and not half:
+                assert gone.sequence is not None and gone.sequence.stage is Stage.PREFILL
                 half.append(reading.num_done)
+                # Before the next turn, which would go on.
                 parts.loop.cancel(gone)
+            return done
 
-        def tried() -> bool:
-            parts.loop.call(in_the_middle).result(20)
-            return bool(half)
-
-        wait(tried)
-        assert leaving.done.wait(20) and 0 < half[0] <= num_layers
+        monkeypatch.setattr(parts.loop.stages.device, "advance_prefill", advancing)
+        gone = parts.loop.submit(make_request(long, max_tokens=8), leaving.see)
+        assert leaving.done.wait(60) and half and 0 < half[0] <= num_layers
         wait(lambda: parts.metrics.snapshot().prefill_total_tokens == 0)
         [again] = run(parts, [make_request(long, max_tokens=8, logprobs=0)])
         assert again.cached_tokens % 256 == 0, "what was read whole is found, what was read in half is not"

@@ -123,8 +123,14 @@ async def test_acceptance_and_speed_of_vllm_are_shown(tmp_path: Path) -> None:
             await until(lambda: 180 < engine.metrics().tok_per_s < 320)
             await until(lambda: not app.chat.busy)
             await until(lambda: engine.metrics().drafters[0].drafts == 100)
-            app.chat.sample()
-            shown = panel.plain_text
+
+            def sampled() -> str:
+                app.chat.sample()
+                return panel.plain_text
+
+            # The port says so with its next answer to whoever polls.
+            await until(lambda: "0 running" in sampled())
+            shown = sampled()
             assert "accepted 67%  mean run 3.00" in shown
             assert " 1 " in shown and "100%" in shown and "server 67% 200/300" in shown
             assert "0 running · 2 waiting" in shown and "kv cache used %: 34.1" in shown
