@@ -171,10 +171,16 @@ class HostAndDisk(NoTiers):
             self._writes.put(from_disk)
 
         def from_disk() -> None:
-            if self._store is not None:
-                self._store.forget_chat(chat_id)
+            try:
+                if self._store is not None:
+                    self._store.forget_chat(chat_id)
+            except OSError as error:
+                log.warning("a forgotten chat is still on the disk: %s", error)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineError("internal", f"the cache on the disk cannot be deleted: {error}"))
+            else:
+                settle(future)
             self._figures.report()
-            settle(future)
 
         # Behind what the decode thread was told before, so that no turn which ended meanwhile comes after it.
         self._call(lambda: None).add_done_callback(begin)

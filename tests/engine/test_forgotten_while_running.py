@@ -131,3 +131,17 @@ def test_tiers_that_are_closed_keep_nobody_waiting(tmp_path: Path) -> None:
         [again] = run(parts, [make_request(prompt, max_tokens=3, chat_id=CHAT)], timeout_s=20.0)
         assert again.token_ids == first.token_ids and again.cached_tokens == 0
         assert isinstance(tiers.forget(CHAT).exception(20), EngineError), "it is still on disk"
+
+
+def test_a_disk_that_fails_is_said_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(chat_id: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    with Machine("llama", tmp_path, drafters=("ngram",)).engine() as parts:
+        tiers = parts.loop.tiers
+        assert isinstance(tiers, HostAndDisk) and tiers.store is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(tiers.store, "forget_chat", failing)
+            with pytest.raises(EngineError, match="cannot be deleted"):
+                tiers.forget(CHAT).result(20)
+        assert tiers.forget(CHAT).result(20) is None
