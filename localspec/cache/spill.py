@@ -163,11 +163,13 @@ class SpillStore:
             remove_with_dependants(self.index, self.files, [block])
 
     def forget_chat(self, chat_id: str) -> int:
-        """Delete the files that only this chat used; returns how many blocks went."""
-        num_blocks = 0
-        with self._guarded():
-            num_blocks = remove_chat(self.index, self.files, chat_id)
-        return num_blocks
+        """Delete the files that only this chat used; returns how many blocks went. Raises OSError where some are left:
+        who asked must know."""
+        try:
+            return remove_chat(self.index, self.files, chat_id)
+        except INDEX_ERRORS as error:
+            self.index_failed(error)
+            raise OSError(f"its index failed: {error}") from error
 
     def sweep(self) -> int:
         """Make a lost index again from the files; remove temporary files, blocks of models that are gone, and files

@@ -64,6 +64,7 @@ class LocalEngine:
         # One thread for long texts: each thread that computes makes the decode thread wait longer for its turn.
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forgotten: set[str] = set()
 
     @property
     def _built(self) -> Built | None:
@@ -138,8 +139,7 @@ class LocalEngine:
         found: list[int] = []
         scheduler = built.parts.scheduler
         ids = prepared.request.prompt_ids[:-1]
-        chat_id = None if request.private else request.chat_id
-        await asyncio.wrap_future(built.parts.loop.tiers.warm(ids, chat_id))
+        await asyncio.wrap_future(built.parts.loop.tiers.warm(ids, request.chat_id, request.private))
         future = built.parts.loop.call(
             lambda: found.append(scheduler.prefix.match(ids, scheduler.needs_state).total_tokens)
         )
@@ -147,6 +147,7 @@ class LocalEngine:
         return found[0]
 
     async def forget(self, chat_id: str) -> None:
+        self._forgotten.add(chat_id)
         # Who asks may leave; what is to be forgotten goes all the same.
         task = asyncio.ensure_future(self._forget(chat_id))
         self._tasks.add(task)
@@ -265,7 +266,8 @@ class LocalEngine:
         if tail.text or tail.token_ids:
             yield Delta(tail.text, tail.token_ids, tail.spans)
         if end.finish in ("stop", "length"):
-            await asyncio.to_thread(built.text.remember, answer.prepared, tuple(answer.ids))
+            if answer.prepared.request.chat_id not in self._forgotten:
+                await asyncio.to_thread(built.text.remember, answer.prepared, tuple(answer.ids))
             _learn(built, answer)
         yield self._done(answer, end, end.finish, tail.stop_text)
 

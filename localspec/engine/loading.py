@@ -8,6 +8,7 @@ holds no thread. Knows threads and attempts; what is built is the caller's.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Generic, Protocol, TypeVar
 from localspec.api.types import EngineError
 
 log = logging.getLogger(__name__)
+END_WAIT_S = 30.0
+"""As long as a model may take to write what it keeps."""
 Report = Callable[[str], None]
 
 
@@ -73,14 +76,21 @@ class LoadedModels(Generic[Model]):
         self._find = find
         self._lock = threading.Lock()
         self.is_closed = False
+        self._ending: Future[None] = Future()
+        """Done unless the model that ran is being ended for the next one."""
+        self._ending.set_result(None)
         self.current: Model | None = None
         self.last: Attempt[Model] | None = None
 
     def begin(self, model_id: str) -> Attempt[Model]:
-        """Load a model in the background, in place of the one that runs or is being loaded."""
+        """Load a model in the background, in place of the one that runs or is being loaded. Such a load of the same
+        model goes on."""
         attempt: Attempt[Model] = Attempt(model_id)
         with self._lock:
-            before, self.last = self.last, attempt
+            before = self.last
+            if before is not None and before.model_id == model_id and not before.settled.done():
+                return before
+            self.last = attempt
             if before is not None:
                 before.is_wanted = False
                 before.settle(EngineError("not_ready", f"{model_id} was asked for while {before.model_id} was loading"))
@@ -89,7 +99,7 @@ class LoadedModels(Generic[Model]):
                 attempt.settle(_closed())
                 return attempt
             attempt.thread = threading.Thread(target=self._load, args=(attempt, before), name="load", daemon=True)
-        attempt.thread.start()
+            attempt.thread.start()
         return attempt
 
     async def until_settled(self) -> None:
@@ -114,11 +124,14 @@ class LoadedModels(Generic[Model]):
         with self._lock:
             self.is_closed = True
             current, self.current = self.current, None
+            ending = self._ending
             if self.last is not None:
                 self.last.is_wanted = False
                 self.last.settle(_closed())
         if current is not None:
             await asyncio.to_thread(current.close)
+        # What it had to keep is being written, on a thread that ends with the process.
+        await asyncio.wait([asyncio.wrap_future(ending)], timeout=END_WAIT_S)
 
     def _load(self, attempt: Attempt[Model], before: Attempt[Model] | None) -> None:
         try:
@@ -141,8 +154,15 @@ class LoadedModels(Generic[Model]):
         with self._lock:
             attempt.report(attempt.stage)
             current, self.current = self.current, None
-        if current is not None:
-            current.close()
+            ending = self._ending = Future()
+        try:
+            if current is not None:
+                current.close()
+        finally:
+            ending.set_result(None)
+        # Its memory is wanted now; what refers to itself would keep it for a while.
+        del current
+        gc.collect()
 
     def _install(self, attempt: Attempt[Model], made: Model) -> None:
         with self._lock:

@@ -76,8 +76,8 @@ class NgramTables:
         self._worker.start()
 
     def remember(self, request: Request, answer_ids: tuple[int, ...]) -> None:
-        """Take a finished answer for the own table; not if the request is private or its chat was
-        forgotten. Returns at once."""
+        """Take a finished answer for the own table; not if the request is private or its chat was forgotten. Returns at
+        once."""
         if self._learns and not request.private and answer_ids:
             lead = request.prompt_ids[-LEAD_TOKENS:]
             self._inbox.put(_Answer(_source(request.chat_id), (*lead, *answer_ids)))

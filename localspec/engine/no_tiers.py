@@ -26,7 +26,7 @@ class NoTiers:
     def fetch(self, sequence: Sequence) -> None:
         """If the disk may hold more of a queued request's prompt than the tree, look there before admission."""
 
-    def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
+    def warm(self, token_ids: tuple[int, ...], chat_id: str | None, private: bool = False) -> Future[None]:
         """Any thread: bring the prefix of a conversation near; done when it is there or will not come."""
         return done()
 

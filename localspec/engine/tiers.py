@@ -121,9 +121,9 @@ class HostAndDisk(NoTiers):
             sequence.held = True
             self._restoring += 1
 
-    def warm(self, token_ids: tuple[int, ...], chat_id: str | None) -> Future[None]:
+    def warm(self, token_ids: tuple[int, ...], chat_id: str | None, private: bool = False) -> Future[None]:
         future: Future[None] = Future()
-        wish = Wish(token_ids, 0, chat_id=chat_id)
+        wish = Wish(token_ids, 0, chat_id=chat_id, private=private)
         if not self._ask(wish, lambda problem: settle(future)):
             settle(future)
         return future

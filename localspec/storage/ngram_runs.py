@@ -253,10 +253,17 @@ class NgramTable:
         stamp = self._manifest_stamp()
         if stamp == self._stamp and not self._missing_runs:
             return False
-        # What is refused now is refused once.
+        # What is refused now is refused once; a disk that fails may do the next time.
         self._stamp = stamp
         try:
-            manifest = self._table.load() if stamp else None
+            return self._take_up(is_there=stamp is not None)
+        except OSError:
+            self._stamp = None
+            raise
+
+    def _take_up(self, is_there: bool) -> bool:
+        try:
+            manifest = self._table.load() if is_there else None
         except FileNotFoundError:
             manifest = None
         if manifest is None or manifest.tokenizer_fingerprint != self._fingerprint or manifest.order != self.order:

@@ -74,6 +74,10 @@ class Conversation:
         for (store, _), message in list(self._unsaved.items()):
             await self._save(store, message)
 
+    def give_up_unsaved(self) -> None:
+        """The shown conversation is to go, with what could not be saved of it."""
+        self._unsaved = {key: message for key, message in self._unsaved.items() if key[0] is not self._store}
+
     def newest(self, messages: Iterable[Stored]) -> tuple[Stored, ...]:
         """Messages of the shown conversation as read from its store, with the text that could not be saved yet."""
         return tuple(self._unsaved.get((self._store, message.id), message) for message in messages)

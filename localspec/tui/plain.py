@@ -62,6 +62,7 @@ class PlainChat:
         self._attached: list[str] = []
         self._failed = 0
         self._over = False
+        self._interrupted = False
         self._unread = ""
         """Why the input could not be read to its end."""
         self._answering: asyncio.Task[None] | None = None
@@ -209,7 +210,8 @@ class PlainChat:
         block: list[str] = []
         while (line := await self._next_line("… ")) is not None and line.strip() != BLOCK_MARK:
             block.append(line)
-        return "\n".join(block)
+        # Half a message is sent where the input ends behind it, but not where it was broken off.
+        return None if line is None and (self._interrupted or self._unread) else "\n".join(block)
 
     async def _next_line(self, mark: str) -> str | None:
         if self._is_terminal():
@@ -239,6 +241,7 @@ class PlainChat:
         if self._answering is not None:
             self._answering.cancel()
         else:
+            self._interrupted = True
             self._lines.put_nowait(None)
 
     def _write(self, text: str) -> None:

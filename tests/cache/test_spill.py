@@ -343,6 +343,7 @@ def test_an_index_that_lies_serves_nothing_wrong(store: SpillStore) -> None:
 
 
 def test_random_bytes_in_the_index_never_raise(tmp_path: Path) -> None:
+    """But where a chat is to be forgotten: who asks for that must know that some of it is left."""
     generator = random.Random(11)
     ids = ids_of(1, 700)
     for round_ in range(25):
@@ -362,7 +363,8 @@ def test_random_bytes_in_the_index_never_raise(tmp_path: Path) -> None:
         again = SpillStore(folder, identity(), WIDE)
         check_found(again, again.lookup(ids), ids)
         write(again, ids, chat="a")
-        again.forget_chat("b")
+        with contextlib.suppress(OSError):
+            again.forget_chat("b")
         again.sweep()
         found = again.lookup(ids)
         check_found(again, found, ids)

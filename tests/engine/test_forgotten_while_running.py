@@ -134,14 +134,18 @@ def test_tiers_that_are_closed_keep_nobody_waiting(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_said_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(chat_id: str) -> None:
+    def failing(*arguments: Any) -> None:
         raise OSError(5, "Input/output error")
 
+    prompt = prompt_ids(3, 300)
     with Machine("llama", tmp_path, drafters=("ngram",)).engine() as parts:
         tiers = parts.loop.tiers
         assert isinstance(tiers, HostAndDisk) and tiers.store is not None
+        run(parts, [make_request(prompt, max_tokens=3, chat_id=CHAT)])
+        wait(lambda: not tiers.num_waiting)
         with monkeypatch.context() as broken:
-            broken.setattr(tiers.store, "forget_chat", failing)
+            broken.setattr(tiers.store.files, "delete", failing)
             with pytest.raises(EngineError, match="cannot be deleted"):
                 tiers.forget(CHAT).result(20)
         assert tiers.forget(CHAT).result(20) is None
+        assert left(parts, prompt)[2] == 0

@@ -164,3 +164,39 @@ async def test_closing_releases_who_waits_and_what_comes_late(models: LoadedMode
     assert attempt.thread is not None
     await asyncio.to_thread(attempt.thread.join, 60)
     assert models.current is None and "a starts" not in shelf.log
+
+
+async def test_a_load_that_is_under_way_is_not_begun_again(models: LoadedModels[Fake], shelf: Shelf) -> None:
+    gate = shelf.gate("a")
+    first = models.begin("a")
+    await begun(shelf, "a")
+    assert models.begin("a") is first
+    gate.set()
+    await models.outcome(first)
+    assert shelf.log == ["a is made", "a starts"]
+    again = models.begin("a")
+    await models.outcome(again)
+    assert again is not first and shelf.log[2:] == ["a ends", "a is made", "a starts"]
+
+
+async def test_closing_waits_for_what_a_model_that_is_replaced_writes(
+    models: LoadedModels[Fake], shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(models, "a")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow_end(self: Fake) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        shelf.log.append(f"{self.id} has written")
+
+    monkeypatch.setattr(Fake, "close", slow_end)
+    models.begin("b")
+    assert await asyncio.to_thread(reached.wait, 60)
+    closing = asyncio.create_task(models.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    go_on.set()
+    async with asyncio.timeout(60):
+        await closing
+    assert "a has written" in shelf.log

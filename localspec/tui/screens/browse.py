@@ -209,6 +209,7 @@ class Browser:
     async def _delete(self, chat_id: str) -> None:
         talk = self._screen.conversation
         if talk.chat is not None and talk.chat.id == chat_id:
+            talk.give_up_unsaved()
             await self._screen.new_chat()
         await talk.durable.run(lambda s: s.delete(chat_id))
         try:

@@ -294,6 +294,8 @@ class ChatScreen(Screen[None]):
                 self._has_warned = True
                 self.tell(f"{error} Leaving again leaves the last answer unsaved.", error=True)
                 return
+        else:
+            self._has_warned = False
         await self._browser.close()
         await self._try(self._drafts.keep())
         self.conversation.close()
