@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,7 @@ from localspec.config import DEMO_MODEL_ID, Settings, load_settings
 if TYPE_CHECKING:
     from localspec.api.types import EngineError
     from localspec.engine.build import ModelPlace
+    from localspec.engine.engine import LocalEngine
     from localspec.hub.catalogue import Catalogue
     from localspec.hub.records import HubSettings, PullProgress
 
@@ -174,6 +175,33 @@ def make_locator(
             raise EngineError(code, str(error)) from error
 
     return locate
+
+
+def local_engine(
+    config: Settings, offline: bool, options: Mapping[str, Any], kv_dir: Path | None = None
+) -> LocalEngine:
+    """The engine that a command's options ask for, stopped. Imports torch, which takes seconds. kv_dir: where finished
+    conversations are kept; None keeps them in memory only."""
+    from localspec.engine.build import EngineOptions
+    from localspec.engine.engine import LocalEngine
+
+    return LocalEngine(
+        make_locator(config, offline, options["device"]),
+        EngineOptions(
+            options["device"],
+            options["context"],
+            options["drafter"],
+            options["depth"],
+            drafters_dir=config.paths.drafters_dir,
+            ngram_dir=config.paths.ngram_dir,
+            ngram_learn=options["learn"],
+            kv_dir=kv_dir,
+            kv_cache=options["kv_cache"],
+            fp4_prompts=options["fp4_prompts"],
+            checks_dir=config.paths.cache_dir,
+            tuner_dir=config.paths.tuner_dir,
+        ),
+    )
 
 
 def _not_installed(known: Catalogue, model_id: str) -> str:

@@ -15,7 +15,7 @@ from localspec.commands.common import (
     check_model_is_there,
     default_model,
     fail_engine,
-    make_locator,
+    local_engine,
     print_json,
     read_prompt,
     settings,
@@ -65,25 +65,7 @@ def run(**options: Any) -> None:
         check_model_is_there(config, model_id)
     except EngineError as error:
         fail_engine(error)
-    from localspec.engine.build import EngineOptions
-    from localspec.engine.engine import LocalEngine
-
-    engine = LocalEngine(
-        make_locator(config, options["offline"] or config.network.offline, options["device"]),
-        EngineOptions(
-            options["device"],
-            options["context"],
-            options["drafter"],
-            options["depth"],
-            drafters_dir=config.paths.drafters_dir,
-            ngram_dir=config.paths.ngram_dir,
-            ngram_learn=options["learn"],
-            kv_cache=options["kv_cache"],
-            fp4_prompts=options["fp4_prompts"],
-            checks_dir=config.paths.cache_dir,
-            tuner_dir=config.paths.tuner_dir,
-        ),
-    )
+    engine = local_engine(config, options["offline"] or config.network.offline, options)
     try:
         document = asyncio.run(_answer(engine, model_id, prompt, options))
     except EngineError as error:

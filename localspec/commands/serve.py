@@ -17,7 +17,7 @@ from localspec.commands.common import (
     default_model,
     fail,
     hub_settings,
-    make_locator,
+    local_engine,
     settings,
 )
 from localspec.commands.options import (
@@ -34,7 +34,6 @@ from localspec.commands.options import (
 from localspec.config import DEFAULT_PORT, Settings
 
 if TYPE_CHECKING:
-    from localspec.engine.engine import LocalEngine
     from localspec.hub.records import PullProgress
 
 
@@ -87,7 +86,7 @@ def serve(**options: Any) -> None:
         )
         # Before the engine is imported, which takes seconds.
         check_settings(port_settings)
-        engine = _engine(config, offline, options)
+        engine = local_engine(config, offline, options, kv_dir=config.paths.kv_dir)
         engine.start(options["model"] or default_model(config))
         hooks = ControlHooks(
             pull=lambda model_id: pull_events(config, model_id, offline),
@@ -106,29 +105,6 @@ def serve(**options: Any) -> None:
     finally:
         if options["for_chat"]:
             _withdraw(config.paths.engine_file)
-
-
-def _engine(config: Settings, offline: bool, options: Mapping[str, Any]) -> LocalEngine:
-    from localspec.engine.build import EngineOptions
-    from localspec.engine.engine import LocalEngine
-
-    return LocalEngine(
-        make_locator(config, offline, options["device"]),
-        EngineOptions(
-            options["device"],
-            options["context"],
-            options["drafter"],
-            options["depth"],
-            drafters_dir=config.paths.drafters_dir,
-            ngram_dir=config.paths.ngram_dir,
-            ngram_learn=options["learn"],
-            kv_dir=config.paths.kv_dir,
-            kv_cache=options["kv_cache"],
-            fp4_prompts=options["fp4_prompts"],
-            checks_dir=config.paths.cache_dir,
-            tuner_dir=config.paths.tuner_dir,
-        ),
-    )
 
 
 async def pull_events(config: Settings, model_id: str, offline: bool) -> AsyncIterator[Mapping[str, Any]]:

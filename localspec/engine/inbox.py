@@ -18,6 +18,21 @@ log = logging.getLogger(__name__)
 Action = Callable[[], None]
 
 
+def settle(future: Future[None], error: Exception | None = None) -> bool:
+    """What was asked for is done, or has failed; whether somebody still waits to know."""
+    is_awaited = future.set_running_or_notify_cancel()
+    if is_awaited and error is not None:
+        future.set_exception(error)
+    elif is_awaited:
+        future.set_result(None)
+    return is_awaited
+
+
+def model_gone() -> EngineError:
+    """For what comes too late to be done."""
+    return EngineError("not_ready", "the model was unloaded; ask again")
+
+
 def _nobody() -> None:
     """Nobody waits for an answer."""
 
@@ -49,21 +64,16 @@ class Inbox:
         future: Future[None] = Future()
 
         def run() -> None:
-            is_awaited = future.set_running_or_notify_cancel()
             try:
                 function()
             except Exception as error:
-                if is_awaited:
-                    future.set_exception(error)
-                else:
+                if not settle(future, error):
                     log.exception("what nobody waits for any more failed")
             else:
-                if is_awaited:
-                    future.set_result(None)
+                settle(future)
 
         def refuse() -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError("not_ready", "the model was unloaded; ask again"))
+            settle(future, model_gone())
 
         self.post(run, refuse)
         return future

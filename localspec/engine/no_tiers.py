@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from localspec.cache.pool import StateSnapshot
+from localspec.engine.inbox import settle
 from localspec.engine.tier_restore import Call
 from localspec.scheduler.sequence import Sequence
 
@@ -54,9 +55,3 @@ def done() -> Future[None]:
     future: Future[None] = Future()
     settle(future)
     return future
-
-
-def settle(future: Future[None]) -> None:
-    """What was asked for is done, whether or not somebody still waits."""
-    if future.set_running_or_notify_cancel():
-        future.set_result(None)

@@ -29,8 +29,9 @@ from localspec.cache.spill_keys import fingerprint
 from localspec.cache.spill_limits import read_limits
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
+from localspec.engine.inbox import model_gone, settle
 from localspec.engine.metrics import MetricsRecorder
-from localspec.engine.no_tiers import NoTiers, settle
+from localspec.engine.no_tiers import NoTiers
 from localspec.engine.tier_bytes import BlockBytes, layout_parts
 from localspec.engine.tier_figures import TierFigures
 from localspec.engine.tier_keep import Keeper, PageCopier, Turn
@@ -124,7 +125,11 @@ class HostAndDisk(NoTiers):
     def warm(self, token_ids: tuple[int, ...], chat_id: str | None, private: bool = False) -> Future[None]:
         future: Future[None] = Future()
         wish = Wish(token_ids, 0, chat_id=chat_id, private=private)
-        if not self._ask(wish, lambda problem: settle(future)):
+
+        def brought(problem: str) -> None:
+            settle(future)
+
+        if not self._ask(wish, brought):
             settle(future)
         return future
 
@@ -163,8 +168,7 @@ class HostAndDisk(NoTiers):
                 if self._close_by_s is None:
                     self._turns.put(from_memory)
                     return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError("not_ready", "the model was unloaded; ask again"))
+            settle(future, model_gone())
 
         def from_memory() -> None:
             self._pool.forget_chat(chat_id)
@@ -176,8 +180,7 @@ class HostAndDisk(NoTiers):
                     self._store.forget_chat(chat_id)
             except OSError as error:
                 log.warning("a forgotten chat is still on the disk: %s", error)
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineError("internal", f"the cache on the disk cannot be deleted: {error}"))
+                settle(future, EngineError("internal", f"the cache on the disk cannot be deleted: {error}"))
             else:
                 settle(future)
             self._figures.report()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from localspec.chats import ChatError, Stored
 from localspec.tui.blocks import code_blocks
 from localspec.tui.message_lines import Block
+from localspec.tui.slash_runner import STOP_FIRST
 
 if TYPE_CHECKING:
     from localspec.tui.screens.chat import ChatScreen
@@ -34,7 +35,7 @@ class MessageActions:
         elif action == "copy_code":
             self._copy_code(message, block)
         elif screen.busy:
-            screen.tell("An answer is being written: Esc stops it first.", error=True)
+            screen.tell(f"An answer is being written: {STOP_FIRST}", error=True)
         else:
             await self._change(action, message)
 
