@@ -31,12 +31,13 @@ from localspec.commands.common import (
     print_json,
     settings,
 )
-from localspec.commands.options import device_option, json_option
+from localspec.commands.options import check_number, device_option, json_option
 from localspec.config import Settings
 from localspec.storage.files import AtomicFile, exclusive_lock
 
 if TYPE_CHECKING:
     from localspec.engine.build import ModelPlace
+    from localspec.engine.text import TextStage
     from localspec.training.answers import Answer
 
 METHODS = ("eagle3", "dflash", "dspark", "mtp")
@@ -53,8 +54,9 @@ QUESTION = "Fine-tune drafters on the answers in your saved chats? Everything st
 @click.option("--method", type=click.Choice(METHODS), help="Kind of drafter. [default: every installed one]")
 @click.option("--days", default=30, show_default=True, type=click.IntRange(1), help="How far back chats are read.")
 @click.option(
-    "--minutes", default=2.0, show_default=True, type=click.FloatRange(0.05), help="Of training, per drafter."
-)
+    "--minutes", default=2.0, show_default=True, type=click.FloatRange(0.05), callback=check_number,
+    help="Of training, per drafter.",
+)  # fmt: skip
 @click.option("--yes", is_flag=True, help="Agree that saved chats are read for this, now and later.")
 @click.option("--withdraw", is_flag=True, help="Take the agreement back.")
 @click.option("--nightly", is_flag=True, help="For timers: do nothing, and succeed, without agreement or new answers.")
@@ -174,20 +176,27 @@ def _adapt_one(
     except torch.OutOfMemoryError:
         raise ValueError(f"{device} has too little memory for the unpacked {place.id}; take --device cpu") from None
     folder = config.paths.drafters_dir / name
-    # The answers lie on the disk only while they are used, readable by this user alone.
-    with tempfile.TemporaryDirectory(prefix="localspec-adapt-") as work:
-        store = AnswerStore(Path(work) / "answers")
+    with tempfile.TemporaryDirectory(prefix="localspec-adapt-") as private:
+        store = AnswerStore(Path(private))
         store.append(answers)
-        wanted = AdaptSettings(seconds=60 * options["minutes"])
-        kind = name.rpartition(".")[2]
-        report = lambda line: click.echo(f"{name}: {line}", err=True)  # noqa: E731
-        found = adapt_drafter(kind, folder, target, store, wanted, Path(work) / "run", report)
-        result = {"drafter": name, "answers": len(answers), "before": found.before, "after": found.after}
-        if not found.better:
-            outcome = f"acceptance on kept-back chats did not rise ({found.before:.3f} to {found.after:.3f}); unchanged"
-            return {**result, "kept": False, "outcome": outcome}
-        export(found.drafter, Path(work) / "new", found.form)
-        _replace(config, name, Path(work) / "new", "adapted on this machine")
+    # What is mapped has no name on the disk any more, so that a run that is killed leaves nothing of the chats there.
+    wanted = AdaptSettings(seconds=60 * options["minutes"])
+    report = lambda line: click.echo(f"{name}: {line}", err=True)  # noqa: E731
+    result: dict[str, Any] = {"drafter": name, "answers": len(answers)}
+    try:
+        found = adapt_drafter(name.rpartition(".")[2], folder, target, store, wanted, report)
+    except ValueError as error:
+        if options["method"]:
+            raise
+        # One that cannot be trained further keeps no other from it.
+        return {**result, "kept": False, "outcome": f"unchanged: {error}"}
+    result |= {"before": found.before, "after": found.after}
+    if not found.better:
+        outcome = f"acceptance on kept-back chats did not rise ({found.before:.3f} to {found.after:.3f}); unchanged"
+        return {**result, "kept": False, "outcome": outcome}
+    with tempfile.TemporaryDirectory(prefix="localspec-adapt-") as work:
+        export(found.drafter, Path(work), found.form)
+        _replace(config, name, Path(work), "adapted on this machine")
     outcome = f"acceptance length on kept-back chats {found.before:.3f} to {found.after:.3f}; kept"
     return {**result, "kept": True, "outcome": outcome}
 
@@ -269,8 +278,15 @@ def _answers(config: Settings, place: ModelPlace, since_s: float) -> Iterator[An
         history = [Message("system", system)] if system else []
         for message in messages:
             finished = message.role == "assistant" and message.state == "done" and message.created_s >= since_s
-            if finished and message.token_ids and message.model_id == place.id and history:
-                prompt = text.prepare(GenerateRequest(messages=tuple(history))).request.prompt_ids
-                yield Answer((*prompt, *message.token_ids), len(prompt), True, held_out)
+            if finished and message.model_id == place.id and history and _are_ids(message.token_ids, text):
+                # A chat that the template refuses keeps no other from being read.
+                with contextlib.suppress(EngineError):
+                    prompt = text.prepare(GenerateRequest(messages=tuple(history))).request.prompt_ids
+                    yield Answer((*prompt, *message.token_ids), len(prompt), True, held_out)
             if message.role in ("system", "user", "assistant"):
                 history.append(Message(message.role, message.content))
+
+
+def _are_ids(token_ids: tuple[int, ...], text: TextStage) -> bool:
+    """Whether they are of this vocabulary: an older answer may be of another model that had the same name."""
+    return bool(token_ids) and min(token_ids) >= 0 and max(token_ids) < text.tokenizer.vocab_size

@@ -18,7 +18,7 @@ from localspec.commands.common import (
     print_json,
     settings,
 )
-from localspec.commands.options import device_option, json_option, offline_option
+from localspec.commands.options import check_number, device_option, json_option, offline_option
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 METHODS = ("eagle3", "dflash", "dspark", "mtp")
 REPORT_FILE = "training.json"
 LOCK_FILE, TARGET_FILE = "training.lock", "answers/target.json"
+MAX_SEED = (1 << 31) - 1
 MAX_PROMPT_TOKENS = 960
 """Longer prompts are left out: what is trained on is a text's first thousand tokens."""
 
@@ -47,11 +48,11 @@ MAX_PROMPT_TOKENS = 960
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the drafter.")
 @click.option("--answer-tokens", default=256, show_default=True, type=click.IntRange(4, 8192))
 @click.option("--steps", default=0, type=click.IntRange(0), help="Steps of training, instead of minutes.")
-@click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1))
+@click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1), callback=check_number)
 @click.option("--form", type=click.Choice(["bf16", "nvfp4"]), default="bf16", show_default=True)
 @click.option("--draft-vocabulary", default=16384, show_default=True, type=click.IntRange(0), help="0: all tokens.")
 @click.option("--tokens-per-batch", type=click.IntRange(64), help="Bounds the memory. [default: 8192, on a CPU 2048]")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, MAX_SEED))
 @device_option
 @offline_option
 @json_option
@@ -86,6 +87,7 @@ def _train_alone(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
     from localspec.storage.files import exclusive_lock
 
     out: Path = options["out"]
+    _refuse_foreign(out)
     out.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive_lock(out / LOCK_FILE, wait=False):
@@ -97,6 +99,12 @@ def _train_alone(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:
             f"{options['device']} has too little memory to train for {place.id}, whose weights are unpacked for it; "
             "take fewer --tokens-per-batch, or --device cpu"
         ) from None
+
+
+def _refuse_foreign(out: Path) -> None:
+    """A drafter has the same file names as any model, which it would replace. Raises ValueError for such a folder."""
+    if not (out / LOCK_FILE).exists() and ((out / "config.json").exists() or any(out.glob("*.safetensors"))):
+        raise ValueError(f"{out} holds a model that was not trained here and would be overwritten; take another folder")
 
 
 def _train(place: ModelPlace, options: dict[str, Any]) -> dict[str, Any]:

@@ -48,9 +48,9 @@ class Adapted:
 
 
 def adapt_drafter(
-    kind: str, folder: Path, target: Target, store: AnswerStore, settings: AdaptSettings, work: Path, report: Report
+    kind: str, folder: Path, target: Target, store: AnswerStore, settings: AdaptSettings, report: Report
 ) -> Adapted:
-    """Fine-tune the drafter of a folder in memory; the folder stays as it is. `work` takes the checkpoints.
+    """Fine-tune the drafter of a folder in memory; nothing is written.
 
     Raises ValueError where there is nothing to train on or to measure with, or the drafter cannot be trained further.
     """
@@ -62,9 +62,8 @@ def adapt_drafter(
         warm_up_share=0.1,
         rounding_from=0.0 if form == "nvfp4" else None,
         measure_every=1 << 30,
-        save_every=1 << 30,
     )
-    trainer = Trainer(drafter, target, store, plan, work)
+    trainer = Trainer(drafter, target, store, plan, None)
     # What is stored is what is measured and trained.
     set_rounding(drafter.module, form == "nvfp4")
     before = trainer.measure(trainer.held_out).length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,8 @@ def read_prompts(paths: Sequence[Path]) -> list[str]:
         for number, line in enumerate(_lines(path), 1):
             if len(line) > MAX_LINE_CHARACTERS:
                 raise ValueError(f"{path}, line {number} is longer than {MAX_LINE_CHARACTERS} characters")
-            text = _text_of(line, path, number).strip()
+            # JSON can spell half a surrogate pair, which no tokenizer takes.
+            text = _text_of(line, path, number).encode("utf-8", "replace").decode().strip()
             if text and text not in found:
                 found[text] = None
                 characters += len(text)
@@ -45,10 +47,13 @@ def is_held_out(prompt: str) -> bool:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
-        # A bounded read, so that a file without line ends is not taken whole.
-        while line := file.readline(MAX_LINE_CHARACTERS + 2):
-            yield line
+    try:
+        with _opened(path) as file:
+            # A bounded read, so that a file without line ends is not taken whole.
+            while line := file.readline(MAX_LINE_CHARACTERS + 2):
+                yield line
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch it again") from None
 
 
 def _opened(path: Path) -> IO[str]:

@@ -76,7 +76,7 @@ class Point:
 
 
 class Trainer:
-    """One run in a folder."""
+    """One run, in a folder if it is to be gone on with."""
 
     def __init__(
         self,
@@ -84,13 +84,14 @@ class Trainer:
         target: Target,
         store: AnswerStore,
         plan: TrainPlan,
-        folder: Path,
+        folder: Path | None,
         kept: KeptHiddens | None = None,
     ) -> None:
-        """kept: of this store, None to let the target read every batch. Raises ValueError if there is nothing to train
-        on or to measure with."""
+        """folder: takes the checkpoint, None writes nothing. kept: of this store, None to let the target read every
+        batch. Raises ValueError if there is nothing to train on or to measure with."""
         self._kept = kept
-        self.drafter, self.target, self.store, self.plan, self.folder = drafter, target, store, plan, folder
+        self.drafter, self.target, self.store, self.plan = drafter, target, store, plan
+        self._state = None if folder is None else folder / STATE_FILE
         self._train, self.held_out = store.select(held_out=False), store.select(held_out=True, greedy=True)
         if not len(self._train) or not len(self.held_out):
             raise ValueError("the store needs answers to train on and held-out ones to measure with; add prompts")
@@ -176,8 +177,10 @@ class Trainer:
         return tally
 
     def save(self) -> None:
-        """Write the checkpoint; it appears whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Write the checkpoint, if there is a folder; it appears whole or not at all."""
+        if self._state is None:
+            return
+        self._state.parent.mkdir(parents=True, exist_ok=True)
         items: list[TensorItem] = []
         for name, parameter in self.drafter.module.named_parameters():
             moments = self._optimiser.state.get(parameter, {})
@@ -190,17 +193,15 @@ class Trainer:
                 array = tensor.float().cpu().contiguous().numpy()
                 items.append((f"{name}/{part}", "F32", tuple(array.shape), array.reshape(-1).view(np.uint8)))
         curve = json.dumps([asdict(point) for point in self.curve])
-        write_safetensors(
-            self.folder / STATE_FILE, items, {"step": str(self.step), "curve": curve, "plan": self._key()}
-        )
+        write_safetensors(self._state, items, {"step": str(self.step), "curve": curve, "plan": self._key()})
 
     def begun_steps(self) -> int:
         """Steps in all of the training whose checkpoint lies in the folder; 0 if there is none.
 
         Raises ValueError for a checkpoint of another training.
         """
-        path = self.folder / STATE_FILE
-        if not path.is_file():
+        path = self._state
+        if path is None or not path.is_file():
             return 0
         with SafetensorsFile.open(path) as file:
             key = file.metadata.get("plan", "")
@@ -211,8 +212,8 @@ class Trainer:
         return steps
 
     def _restore(self) -> None:
-        path = self.folder / STATE_FILE
-        if not path.is_file():
+        path = self._state
+        if path is None or not path.is_file():
             return
         with SafetensorsFile.open(path) as file:
             if file.metadata.get("plan") != self._key():

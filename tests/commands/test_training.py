@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 from localspec.chats import NewChat, Stored, open_store
 from localspec.commands.adapt import adapt
 from localspec.commands.train_draft import train_draft
+from localspec.formats.checkpoint import open_checkpoint, read_config
 from localspec.hub.install import LocalFile, NewModel, install
 from localspec.hub.layout import read_manifest
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.pull import drafters_directory
 from localspec.hub.records import ignore_progress
 from localspec.storage.files import exclusive_lock
+from localspec.training.export import export
+from localspec.training.target import DenseTarget
+from localspec.training.trainer import Trainer
+from tests.helpers.models import load_model
 from tests.helpers.tiny_text import tiny_text_model
+from tests.training.common import CPU, TinyTarget, drafter
 
 pytestmark = pytest.mark.torch
 
@@ -99,13 +108,45 @@ def test_prompts_that_nothing_can_be_learnt_from_are_left_out(home: Path) -> Non
     assert (out / "answers" / "index.bin").stat().st_size == 40 * 32
 
 
-def talk(home: Path, chats: int) -> None:
+def test_a_folder_with_another_model_is_not_written_to(home: Path) -> None:
+    out = home / "models" / "tiny"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    code, text = invoke(train_draft, *TRAIN, "--prompts", str(prompts(home.parent)), "--out", str(out))
+    assert code == 1 and "would be overwritten; take another folder" in text
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("command", [train_draft, adapt])
+def test_options_that_no_training_can_honour_are_refused(command: click.Command, home: Path) -> None:
+    given = ("--prompts", str(prompts(home.parent)), "--out", str(home / "out")) if command is train_draft else ()
+    for minutes in ("inf", "nan"):
+        code, text = invoke(command, "tiny", *given, "--minutes", minutes)
+        assert code == 2 and "is no finite number" in text
+    if command is train_draft:
+        assert invoke(command, "tiny", *given, "--seed", str(1 << 31))[0] == 2
+
+
+def test_damaged_prompt_files_are_named(home: Path) -> None:
+    packed = gzip.compress(prompts(home.parent).read_bytes())
+    out = ("--out", str(home / "out"))
+    for name, data in (("cut", packed[:200]), ("torn", packed[:30] + b"\xff" * 40 + packed[70:])):
+        path = home.parent / f"{name}.jsonl.gz"
+        path.write_bytes(data)
+        code, text = invoke(train_draft, *TRAIN, "--prompts", str(path), *out)
+        assert code == 1 and f"{path} is a damaged gzip file" in text
+    half = home.parent / "half.jsonl"
+    half.write_text(prompts(home.parent).read_text() + '{"prompt": "half a \\ud800 pair"}\n')
+    code, text = invoke(train_draft, *TRAIN, "--prompts", str(half), *out)
+    assert code == 0, text
+
+
+def talk(home: Path, chats: int, ids_from: int = 0, question: str = "question") -> None:
     """Saved conversations whose answers are ids of the model."""
     store = open_store(home / "chats.sqlite3")
     for number in range(chats):
         chat = store.create(NewChat(title="t", model_id="tiny", system_prompt="be brief"))
-        asked = store.add(chat.id, Stored("user", f"question {number}"))
-        ids = tuple((7 * number + 3 * place) % 250 for place in range(20))
+        asked = store.add(chat.id, Stored("user", f"{question} {number}"))
+        ids = tuple(ids_from + (7 * number + 3 * place) % 250 for place in range(20))
         answer = Stored("assistant", "text", asked.id, state="done", model_id="tiny", token_ids=ids)
         store.show_branch(chat.id, store.add(chat.id, answer).id)
     store.close()
@@ -145,3 +186,74 @@ def test_chats_are_read_only_with_agreement(home: Path) -> None:
         assert (installed / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert "no longer read" in invoke(adapt, "--withdraw")[1]
     assert invoke(adapt, *common)[0] == 2
+
+
+def with_drafters(home: Path, *kinds: str) -> None:
+    """Untrained drafters of the model, installed."""
+    dense = DenseTarget(read_config(home.parent / "model"), open_checkpoint(home.parent / "model"), CPU, torch.float32)
+    target = TinyTarget(home.parent / "model", load_model(home.parent / "model"), dense)
+    for kind in kinds:
+        export(drafter(kind, target, range(240)), home.parent / kind)
+        model = NewModel(f"tiny.{kind}", "pulled", "none", needs_tokenizer=False)
+        take(home.parent / kind, model, drafters_directory(home))
+
+
+ADAPT = ("tiny", "--device", "cpu", "--minutes", "0.05", "--yes", "--json")
+
+
+def test_a_drafter_that_cannot_be_trained_keeps_no_other_from_it(home: Path) -> None:
+    with_drafters(home, "eagle3", "dflash")
+    path = home.parent / "dflash" / "config.json"
+    config = json.loads(path.read_text())
+    config["dflash_config"]["causal"] = False
+    path.write_text(json.dumps(config))
+    take(path.parent, NewModel("tiny.dflash", "pulled", "none", needs_tokenizer=False), drafters_directory(home))
+    talk(home, 30)
+    code, text = invoke(adapt, *ADAPT)
+    assert code == 0, text
+    first, second = json.loads(text[text.index("[\n") :])
+    assert "before" in first and second["outcome"].startswith("unchanged: block drafters are trained with causal")
+    assert json.loads((home / "adapt.json").read_text())["adapted_s"]
+    code, text = invoke(adapt, *ADAPT, "--method", "dflash")
+    assert code == 1 and "causal" in text
+
+
+def test_answers_that_cannot_be_learnt_from_are_left_out(home: Path) -> None:
+    with_drafters(home, "mtp")
+    talk(home, 30)
+    # Of a model with a larger vocabulary that had the same name; and a chat that the template refuses.
+    talk(home, 3, ids_from=1000)
+    path = home / "models" / "tiny" / "tokenizer_config.json"
+    refusing = "{% if 'forbidden' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": refusing + settings["chat_template"]}))
+    again = home.parent / "again"
+    again.mkdir()
+    for each in path.parent.iterdir():
+        (again / each.name).write_bytes(each.read_bytes())
+    (again / "localspec.json").unlink()
+    take(again, NewModel("tiny", "here", "none"), home)
+    talk(home, 3, question="forbidden")
+    code, text = invoke(adapt, *ADAPT)
+    assert code == 0, text
+    assert json.loads(text[text.index("[\n") :])[0]["answers"] == 30
+
+
+def test_no_file_holds_the_answers_while_they_are_learnt(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever kills the run in the middle leaves nothing of the chats behind."""
+    with_drafters(home, "eagle3")
+    talk(home, 30)
+    temporary = home.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen: list[int] = []
+
+    def look(self: Trainer, step: int) -> Any:
+        seen.append(sum(path.is_file() for path in temporary.rglob("*")))
+        return backward(self, step)
+
+    backward = Trainer._backward
+    monkeypatch.setattr(Trainer, "_backward", look)
+    code, text = invoke(adapt, *ADAPT)
+    assert code == 0, text
+    assert len(seen) > 4 and set(seen) == {0}

@@ -58,7 +58,7 @@ def test_text_of_the_user_is_learnt(target: TinyTarget, tmp_path: Path) -> None:
     store.append([Answer(ids, start, held_out=index % 5 == 0) for index, (ids, start) in enumerate(texts)])
     settings = AdaptSettings(steps=30, learning_rate=5e-3, tokens_per_batch=300)
     told: list[str] = []
-    found = adapt_drafter("dspark", tmp_path / "drafter", target.dense, store, settings, tmp_path / "work", told.append)
+    found = adapt_drafter("dspark", tmp_path / "drafter", target.dense, store, settings, told.append)
     assert found.after > found.before + 0.05 and found.better and found.steps == 30
     assert "before" in told[0]
     assert not Adapted(found.drafter, found.form, 2.0, 2.0, 1).better
