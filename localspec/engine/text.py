@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ from localspec.sampling.grammar import GrammarCompiler, GrammarRefused, RequestG
 THINK_START, THINK_END = "<think>", "</think>"
 TOOL_START, TOOL_END = "<tool_call>", "</tool_call>"
 _SEED_BITS = 62
+MOST = 100.0
+"""Of a temperature and of a repetition penalty."""
+LEAST_SHARE = 1e-6
+LEAST_TEMPERATURE = 1e-30
+"""A logit divided by less may leave float32; far above it the best token is the only one left."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,19 @@ class TextStage:
 
     def default_sampling(self) -> Sampling:
         """Sampling that the model's authors recommend; greedy where they say nothing."""
-        if not self.generation.get("do_sample", "temperature" in self.generation):
+        if not self.generation.get("do_sample", self.generation.get("temperature") is not None):
             return Sampling()
         return Sampling(
-            temperature=float(self.generation.get("temperature", 1.0)),
-            top_p=float(self.generation.get("top_p", 1.0)),
-            top_k=int(self.generation.get("top_k", 0)),
-            repetition_penalty=float(self.generation.get("repetition_penalty", 1.0)),
+            temperature=self._recommended("temperature", 1.0, 0.0, MOST),
+            top_p=self._recommended("top_p", 1.0, LEAST_SHARE, 1.0),
+            top_k=int(self._recommended("top_k", 0, 0, self.tokenizer.vocab_size)),
+            repetition_penalty=self._recommended("repetition_penalty", 1.0, LEAST_SHARE, MOST),
         )
+
+    def _recommended(self, name: str, default: float, low: float, high: float) -> float:
+        """What no request could ask for is as if the authors said nothing: null, -1 for off, a zero penalty."""
+        value = self.generation.get(name)
+        return float(value) if isinstance(value, int | float) and low <= value <= high else default
 
     def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the prompt of a request, whether there is room for it or not. Raises EngineError."""
@@ -213,7 +223,7 @@ class TextStage:
         return head
 
     def _checked(self, sampling: Sampling) -> Sampling:
-        if not 0.0 <= sampling.temperature <= 100.0:
+        if not 0.0 <= sampling.temperature <= MOST:
             raise EngineError("bad_request", "temperature must lie between 0 and 100", "temperature")
         if not 0.0 < sampling.top_p <= 1.0:
             raise EngineError("bad_request", "top_p must lie above 0 and at most 1", "top_p")
@@ -227,7 +237,7 @@ class TextStage:
         if any(not 0 <= token_id < size for token_id, _ in sampling.logit_bias):
             what = f"logit_bias names a token id outside the vocabulary of {size}"
             raise EngineError("bad_request", what, "logit_bias")
-        return sampling
+        return replace(sampling, temperature=0.0) if sampling.temperature < LEAST_TEMPERATURE else sampling
 
     def _thinking_rule(self, request: GenerateRequest, thinking_open: bool) -> ThinkingRule | None:
         start, end = self.tokenizer.token_id(THINK_START), self.tokenizer.token_id(THINK_END)

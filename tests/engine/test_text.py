@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -276,12 +277,48 @@ def test_the_template_equals_the_authors_rendering(demo_folder: Path, text: Text
         "{{ messages.__init__.__globals__ }}",
         "{{ raise_exception('roles must alternate') }}",
         "{% for i in range(100000000) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ '{missing}'.format() }}",
     ],
 )
 def test_a_hostile_template_is_refused(source: str) -> None:
     template = ChatTemplate(source, {}, lambda: datetime(2026, 1, 1))
     with pytest.raises(EngineError):
         template.render([Message("user", "x")], (), {})
+
+
+def with_defaults(demo_folder: Path, folder: Path, defaults: dict[str, Any]) -> TextStage:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(demo_folder / name)
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    return TextStage(folder, 512)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0.6, top_k=20)),
+        ({"do_sample": True, "temperature": None, "top_k": None, "top_p": None}, Sampling(temperature=1.0)),
+        ({"temperature": None, "top_p": None}, Sampling()),
+        ({"temperature": 0.5, "top_k": -1, "top_p": 0.0, "repetition_penalty": 0}, Sampling(temperature=0.5)),
+        ({"temperature": 1000.0, "top_k": "many"}, Sampling(temperature=1.0)),
+    ],
+)
+def test_defaults_that_no_request_could_ask_for_are_none(
+    demo_folder: Path, tmp_path: Path, defaults: dict[str, Any], expected: Sampling
+) -> None:
+    text = with_defaults(demo_folder, tmp_path, defaults)
+    assert text.default_sampling() == expected
+    text.prepare(GenerateRequest(prompt="x", sampling=text.default_sampling()))
+
+
+@pytest.mark.parametrize(("temperature", "prepared"), [(1e-38, 0.0), (5e-324, 0.0), (1e-5, 1e-5)])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_none(
+    text: TextStage, temperature: float, prepared: float
+) -> None:
+    """Logits that became infinite would make the lowest token id win."""
+    request = GenerateRequest(prompt="x", sampling=Sampling(temperature=temperature))
+    assert text.prepare(request).request.sampling.temperature == prepared
 
 
 def test_a_demanded_tool_whose_schema_does_not_compile_is_named(text: TextStage) -> None:
