@@ -79,13 +79,18 @@ class Compacted:
 
 
 def survey(checkpoint: FolderCheckpoint) -> tuple[Stored, ...]:
-    """Every logical tensor of a checkpoint with what compacting does to it. Raises ValueError for a damaged one."""
+    """Every logical tensor of a checkpoint with what compacting does to it.
+
+    Raises ValueError for a damaged one, and for scales that no weight is read with, which would be lost without a word.
+    """
     parts: dict[str, list[str]] = {}
     for name in checkpoint.names():
         if not name.endswith(DROPPED_SUFFIXES):
             found = _WEIGHT_PART.fullmatch(name)
             parts.setdefault(found[1] if found else name, []).append(name)
-    return tuple(_survey_one(checkpoint, name, tuple(stored)) for name, stored in parts.items())
+    logical = tuple(_survey_one(checkpoint, name, tuple(stored)) for name, stored in parts.items())
+    checkpoint.finish()
+    return logical
 
 
 def _survey_one(checkpoint: FolderCheckpoint, name: str, parts: tuple[str, ...]) -> Stored:
@@ -98,7 +103,8 @@ def _survey_one(checkpoint: FolderCheckpoint, name: str, parts: tuple[str, ...])
 
 
 def _choice(name: str, weight: LogicalWeight) -> Form:
-    if isinstance(weight, Nvfp4Weight) or weight.shape[1] % BLOCK or any(part in name for part in KEPT_PARTS):
+    no_blocks = 0 in weight.shape or weight.shape[1] % BLOCK
+    if isinstance(weight, Nvfp4Weight) or no_blocks or any(part in name for part in KEPT_PARTS):
         return "kept"
     return "nvfp4"
 

@@ -371,7 +371,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.exit_code == 3 and nothing_installed(data)
 
 
-@pytest.mark.parametrize("damage", ["header", "cut", "nan", "part", "shape"])
+@pytest.mark.parametrize("damage", ["header", "cut", "nan", "part", "shape", "stray"])
 def test_a_damaged_source_installs_nothing(damage: str, tmp_path: Path) -> None:
     source, _ = mixed_source(tmp_path / "model")
     path = source / "model.safetensors"
@@ -386,12 +386,24 @@ def test_a_damaged_source_installs_nothing(damage: str, tmp_path: Path) -> None:
     elif damage == "part":
         del tensors["model.layers.0.mlp.gate_proj.weight_scale_2"]
         save_file(tensors, path)
+    elif damage == "stray":
+        # Of a plain weight, which is not read with it: the copy would answer as another model.
+        tensors["model.layers.1.mlp.down_proj.pre_quant_scale"] = torch.full((96,), 2.0)
+        save_file(tensors, path)
     else:
         tensors["model.layers.0.mlp.gate_proj.weight_scale"] = torch.ones(3, 4).to(torch.float8_e4m3fn)
         save_file(tensors, path)
     with pytest.raises(HubError, match="cannot be compacted"):
         compact_model(source, tmp_path / "data", UNMEASURED)
     assert nothing_installed(tmp_path / "data")
+
+
+def test_a_matrix_without_values_is_kept(tmp_path: Path) -> None:
+    source = tiny_model("qwen2", 1, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "a.weight": torch.zeros(0, 16), "b.weight": torch.zeros(16, 0)}, source / "model.safetensors")
+    result = compact_model(source, tmp_path / "data", UNMEASURED)
+    assert {"a.weight", "b.weight"} <= load_names(result.directory)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
