@@ -5,6 +5,7 @@ Defaults live here and nowhere else. Everything is a frozen dataclass that is bu
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,11 +110,14 @@ def prepare_process() -> None:
 
 def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Settings from the environment (LOCALSPEC_HOME, HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY,
-    NO_PROXY, SSL_CERT_FILE, NO_COLOR, ...), with the meaning that other programs give them."""
+    NO_PROXY, SSL_CERT_FILE, NO_COLOR, ...), with the meaning that other programs give them.
+
+    Raises FileNotFoundError for a `~` that stands for nobody's home.
+    """
     env = os.environ if environment is None else environment
     home = env.get("LOCALSPEC_HOME")
     if home:
-        paths = Paths(Path(home).expanduser(), Path(home).expanduser() / "cache")
+        paths = Paths(_folder(home), _folder(home) / "cache")
     else:
         paths = Paths(
             Path(platformdirs.user_data_dir("localspec", appauthor=False)),
@@ -131,9 +135,16 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+def _folder(text: str) -> Path:
+    """A path in which `~` and `~name` stand for homes."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "there is no such home; write the path out, or set HOME", text) from None
+
+
 def _network(env: Mapping[str, str]) -> NetworkSettings:
-    cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
-    hub_home = Path(env.get("HF_HOME") or cache_home / "huggingface").expanduser()
+    hub_home = _folder(env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface")
     token, place = _hub_token(env, hub_home)
     ca_file = env.get("SSL_CERT_FILE") or env.get("REQUESTS_CA_BUNDLE")
     return NetworkSettings(
@@ -141,7 +152,7 @@ def _network(env: Mapping[str, str]) -> NetworkSettings:
         hub_mirrors=_words(env.get("LOCALSPEC_HUB_MIRRORS", "")),
         hub_token=token,
         hub_token_place=place,
-        hub_cache_dir=Path(env.get("HF_HUB_CACHE") or hub_home / "hub").expanduser(),
+        hub_cache_dir=_folder(env.get("HF_HUB_CACHE") or str(hub_home / "hub")),
         package_index=(env.get("PIP_INDEX_URL") or NetworkSettings.package_index).rstrip("/"),
         http_proxy=_either_case(env, "http_proxy") or _either_case(env, "all_proxy"),
         https_proxy=_either_case(env, "https_proxy") or _either_case(env, "all_proxy"),
@@ -174,7 +185,7 @@ def _hub_token(env: Mapping[str, str], hub_home: Path) -> tuple[str | None, str]
         if token := _as_token(env.get(name, "")):
             return token, name
     if not _is_on(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
-        path = Path(env.get("HF_TOKEN_PATH") or hub_home / "token").expanduser()
+        path = _folder(env.get("HF_TOKEN_PATH") or str(hub_home / "token"))
         try:
             with path.open("rb") as file:
                 token = _as_token(file.read(MAX_TOKEN_BYTES).decode("ascii", "replace"))

@@ -47,9 +47,21 @@ class Located:
 
 
 def hub_addresses(source: HubSource, settings: HubSettings) -> tuple[str, ...]:
-    """Hub addresses to try, in order and without repetition."""
+    """Hub addresses to try, in order and without repetition. Raises HubError for one that is no web address."""
     addresses = (settings.endpoint, *source.mirrors, *settings.mirrors)
+    for address in addresses:
+        if not _is_web(address):
+            shown = address.rpartition("@")[2]
+            raise HubError(f"{shown!r} is no web address of a hub; look at HF_ENDPOINT and LOCALSPEC_HUB_MIRRORS")
     return tuple(dict.fromkeys(address.rstrip("/") for address in addresses))
+
+
+def _is_web(address: str) -> bool:
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
 
 
 def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: HubSettings) -> Located:
@@ -211,7 +223,7 @@ def _html_links(body: bytes, base_url: str) -> list[tuple[str, str | None]]:
 def _web_url(base_url: str, reference: str) -> str:
     try:
         url = urljoin(base_url, reference)
-        is_web = urlsplit(url).scheme in ("http", "https")
+        is_web = _is_web(url)
     except ValueError:
         is_web = False
     if not is_web:

@@ -19,7 +19,7 @@ from localspec.config import load_settings
 from localspec.hub.catalogue import HubSource
 from localspec.hub.records import HubError, HubSettings
 from localspec.hub.replies import get_bytes, get_reply
-from localspec.hub.sources import locate_hub
+from localspec.hub.sources import hub_addresses, locate_hub
 from localspec.hub.web import RemoteFile, SourceUnavailable, check_etag, make_client, probe
 
 SETTINGS = HubSettings(connect_timeout_s=1.0, stall_timeout_s=1.0)
@@ -219,3 +219,18 @@ def test_a_client_takes_nothing_from_netrc(hub: FakeHub, tmp_path: Path, monkeyp
         assert isinstance(client, httpx.Client)
         client.get(f"{hub.hub_url}/{hub.repo}/resolve/main/config.json")
     assert [request.authorization for request in hub.log] == [None]
+
+
+@pytest.mark.parametrize("name", ["LOCALSPEC_HOME", "HF_HOME", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HF_TOKEN_PATH"])
+def test_the_home_of_nobody_is_named(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match="no such home") as caught:
+        load_settings({name: "~no-such-user/x"})
+    assert str(caught.value.filename).startswith("~no-such-user/x")
+
+
+@pytest.mark.parametrize("address", ["foo", "http://", "http://[::1", "ftp://hub.example", "http://u:word@:x"])
+def test_an_address_that_is_none_of_the_web_is_named(address: str) -> None:
+    for settings in (replace(SETTINGS, endpoint=address), replace(SETTINGS, mirrors=(address,))):
+        with pytest.raises(HubError, match="is no web address of a hub; look at HF_ENDPOINT") as caught:
+            hub_addresses(HubSource("a/b", "main", include=("*.json",)), settings)
+        assert "word" not in str(caught.value)
