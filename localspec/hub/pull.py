@@ -44,13 +44,14 @@ from localspec.hub.web import (
     NotThere,
     RemoteFile,
     SourceUnavailable,
+    UnusableReply,
     make_client,
     probe,
 )
 from localspec.hub.wheel import download_with_pip, extract_member, refuse_if_unsafe
 from localspec.storage.files import exclusive_lock
 
-NEXT_SOURCE = (SourceUnavailable, AccessRefused, NotThere, CorruptFile, FileChanged)
+NEXT_SOURCE = (SourceUnavailable, AccessRefused, NotThere, UnusableReply, CorruptFile, FileChanged)
 
 
 def pull(

@@ -15,7 +15,15 @@ from typing import Any
 import httpx
 
 from localspec.hub.records import HubError, HubSettings
-from localspec.hub.web import HTTP_PARTIAL, RemoteFile, SourceUnavailable, check_response, host_of, words_of
+from localspec.hub.web import (
+    HTTP_PARTIAL,
+    RemoteFile,
+    SourceUnavailable,
+    UnusableReply,
+    check_response,
+    host_of,
+    words_of,
+)
 
 MAX_REPLY_BYTES = 32 << 20
 REPLY_ATTEMPTS = 3
@@ -84,11 +92,11 @@ def _read_body(response: httpx.Response, remote: RemoteFile, settings: HubSettin
 
 
 def json_object(body: bytes, about: str, url: str) -> dict[str, Any]:
-    """A JSON object. Raises HubError that asks whether the address is a hub."""
+    """A JSON object. Raises UnusableReply that asks whether the address is a hub."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise HubError(f"the reply about {about} is not JSON; is {url} a hub?") from error
+        raise UnusableReply(f"the reply about {about} is not JSON; is {url} a hub?") from error
     if not isinstance(document, dict):
-        raise HubError(f"the reply about {about} is not a JSON object; is {url} a hub?")
+        raise UnusableReply(f"the reply about {about} is not a JSON object; is {url} a hub?")
     return document

@@ -23,7 +23,7 @@ from localspec.hub.catalogue import HubSource, WheelSource, is_repo
 from localspec.hub.layout import check_file_name
 from localspec.hub.records import HubError, HubSettings
 from localspec.hub.replies import get_reply, json_object
-from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile
+from localspec.hub.web import AccessRefused, CorruptFile, NotThere, RemoteFile, UnusableReply
 
 MAX_FILES = 500
 MAX_SMALL_FILE_BYTES = layout.MAX_JSON_BYTES
@@ -68,7 +68,7 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
     """Files of a repository at one hub address.
 
     Raises SourceUnavailable when the hub cannot be reached, AccessRefused explained for gated repositories, NotThere
-    for a missing repository, HubError for a listing that is not acceptable.
+    for a missing repository, UnusableReply where no hub answers, HubError for a listing that is not acceptable.
     """
     headers = _token_headers(address, settings)
     if source.files:
@@ -93,7 +93,7 @@ def locate_hub(client: httpx.Client, source: HubSource, address: str, settings: 
         raise NotThere(f"{urlsplit(address).hostname} has no repository {source.repo} (or it needs a token)") from error
     commit = listing.get("sha")
     if not isinstance(commit, str) or not _SHA1.fullmatch(commit):
-        raise HubError(f"the listing of {source.repo} names no revision; is {address} a hub?")
+        raise UnusableReply(f"the listing of {source.repo} names no revision; is {address} a hub?")
     files = tuple(
         _listed_file(entry, _resolve_url(address, source.repo, commit, str(entry["rfilename"])), headers)
         for entry in _wanted(listing, source)

@@ -28,6 +28,10 @@ class NotThere(HubError):
     """The source has no such file (404, 410)."""
 
 
+class UnusableReply(HubError):
+    """What answers there is no hub, or will not serve us; another address may."""
+
+
 class FileChanged(HubError):
     """The file behind the address is another one than when the transfer began."""
 
@@ -151,7 +155,8 @@ def _natural(text: str) -> int | None:
 
 
 def check_response(response: httpx.Response, remote: RemoteFile) -> None:
-    """Passes 200, 206 and 416; raises SourceUnavailable for 429 and 5xx, HubError for everything else."""
+    """Passes 200, 206 and 416; raises SourceUnavailable for 429 and 5xx, what fits the code for everything else, and
+    HubError for a redirect out of https."""
     code = response.status_code
     if any(hop.url.scheme == "https" for hop in response.history) and response.url.scheme != "https":
         raise HubError(f"{host_of(remote.url)} redirects from https to plain http, which is refused")
@@ -160,7 +165,7 @@ def check_response(response: httpx.Response, remote: RemoteFile) -> None:
     if code == HTTP_TOO_MANY or code >= 500:
         raise SourceUnavailable(f"{host_of(remote.url)} answers {code}; try again later")
     kinds = {401: AccessRefused, 403: AccessRefused, 404: NotThere, 410: NotThere}
-    raise kinds.get(code, HubError)(f"{remote.name} cannot be fetched: {host_of(remote.url)} answers {code}")
+    raise kinds.get(code, UnusableReply)(f"{remote.name} cannot be fetched: {host_of(remote.url)} answers {code}")
 
 
 def retry_after_s(response: httpx.Response) -> float:

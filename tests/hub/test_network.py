@@ -16,7 +16,8 @@ from hub_fake_server import FakeHub, Fault, running
 
 from localspec.commands.common import hub_settings
 from localspec.config import load_settings
-from localspec.hub.catalogue import HubSource
+from localspec.hub.catalogue import HubSource, entry_for_repo
+from localspec.hub.pull import pull
 from localspec.hub.records import HubError, HubSettings
 from localspec.hub.replies import get_bytes, get_reply
 from localspec.hub.sources import hub_addresses, locate_hub
@@ -234,3 +235,28 @@ def test_an_address_that_is_none_of_the_web_is_named(address: str) -> None:
         with pytest.raises(HubError, match="is no web address of a hub; look at HF_ENDPOINT") as caught:
             hub_addresses(HubSource("a/b", "main", include=("*.json",)), settings)
         assert "word" not in str(caught.value)
+
+
+class Portal(Proxy):
+    """Answers every address with the same page, as networks do before a log-in."""
+
+    code = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.send_header("Content-Length", "4")
+        self.end_headers()
+        self.wfile.write(b"<p/>")
+
+
+@pytest.mark.parametrize("code", [200, 204, 302, 400, 407, 451])
+def test_where_no_hub_answers_the_mirror_is_asked(code: int, hub: FakeHub, tmp_path: Path) -> None:
+    hub.files["a.safetensors"] = b"x"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Portal,), {"code": code, "seen": []}))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    settings = replace(SETTINGS, endpoint=f"http://127.0.0.1:{server.server_port}", mirrors=(hub.hub_url,))
+    entry = entry_for_repo(hub.repo)
+    found = pull(entry, tmp_path, settings, dry_run=True)
+    assert "127.0.0.1" in found.source and set(found.files) >= {"config.json"}
+    server.shutdown()
+    server.server_close()
