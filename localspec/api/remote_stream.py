@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -14,24 +16,35 @@ from localspec.api.remote_metrics import MAX_METRICS_BYTES
 from localspec.api.remote_wire import ForeignReply, error_of
 from localspec.api.types import Done, EngineError, Event, ModelInfo
 
-MAX_LINE_CHARS = 8 << 20
+MAX_LINE_BYTES = 8 << 20
+MAX_ERROR_BYTES = 1 << 20
 METRICS_TIMEOUT_S = 10.0
 UNKNOWN_CONTEXT_TOKENS = 8192
+_LINE_END = re.compile(rb"[\r\n]")
 
 
 async def check(response: httpx.Response) -> None:
     """Raise the EngineError behind a status that is not 200."""
     if response.status_code != 200:
-        await response.aread()
-        raise error_of(json_or_text(response), response.status_code)
+        body = bytearray()
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > MAX_ERROR_BYTES:
+                break
+        raise error_of(_json_or_text(bytes(body)), response.status_code)
 
 
 def json_or_text(response: httpx.Response) -> Any:
-    """JSON value of a body, or its beginning as text."""
+    """JSON value of a body that was read, or its beginning as text."""
+    return _json_or_text(response.content)
+
+
+def _json_or_text(body: bytes) -> Any:
+    text = body.decode("utf-8", "replace")
     try:
-        return response.json()
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return response.text[:500]
+        return text[:500]
 
 
 async def metrics_page(http: httpx.AsyncClient) -> str | None:
@@ -59,19 +72,38 @@ async def metrics_page(http: httpx.AsyncClient) -> str | None:
 
 async def payloads(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
     """Objects of the data lines of a stream; ends at [DONE]. Raises EngineError for lines that are none."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        text = line[5:].strip()
-        if text == "[DONE]":
-            return
-        try:
-            data = json.loads(text) if len(text) <= MAX_LINE_CHARS else None
-        except (ValueError, RecursionError):
-            data = None
-        if not isinstance(data, dict):
-            raise EngineError("internal", f"The server sent an event that is no JSON object: {text[:80]!r}.")
-        yield data
+    async with aclosing(_lines(response)) as lines:
+        async for line in lines:
+            if not line.startswith("data:"):
+                continue
+            text = line[5:].strip()
+            if text == "[DONE]":
+                return
+            try:
+                data = json.loads(text)
+            except (ValueError, RecursionError):
+                data = None
+            if not isinstance(data, dict):
+                raise EngineError("internal", f"The server sent an event that is no JSON object: {text[:80]!r}.")
+            yield data
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
+    """Lines of a stream; empty ones too. A line separator of Unicode ends none: an answer may hold it.
+
+    Raises EngineError before an endless line fills the memory.
+    """
+    held = bytearray()
+    async for part in response.aiter_bytes():
+        first, *others = _LINE_END.split(part)
+        held += first
+        for begun in others:
+            yield held.decode("utf-8", "replace")
+            held = bytearray(begun)
+        if len(held) > MAX_LINE_BYTES:
+            raise EngineError("internal", f"The server sent a line of more than {MAX_LINE_BYTES >> 20} MiB.")
+    if held:
+        yield held.decode("utf-8", "replace")
 
 
 async def raw_events(response: httpx.Response) -> AsyncGenerator[Event, None]:

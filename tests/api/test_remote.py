@@ -350,6 +350,53 @@ async def test_another_server() -> None:
     await remote.aclose()
 
 
+SEPARATORS = "a\u2028b\u2029c\x85d\x1ee\vf\r\ng"
+"""Lines to Unicode, and only characters to a stream of events."""
+
+
+async def test_an_answer_may_hold_line_separators() -> None:
+    async with serving(ScriptedEngine(Script(replies=(Reply(SEPARATORS),)))) as address:
+        remote = RemoteEngine(RemoteSettings(address, control_key=KEY))
+        assert said(await collect(remote)) == SEPARATORS
+        await remote.aclose()
+    raw = json.dumps(chunk(content=SEPARATORS), ensure_ascii=False).encode()
+    for separator in (b"\r", b"\r\n"):
+        server = OtherServer([raw + separator, chunk("stop")])
+        remote = RemoteEngine(RemoteSettings("http://gpu.box/v1"), server)
+        assert said(await collect(remote)) == SEPARATORS
+        await remote.aclose()
+
+
+class EndlessServer(OtherServer):
+    """Sends one line that never ends; notes how much of it was taken."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__([])
+        self.status = status
+        self.sent_bytes = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/chat/completions":
+            return httpx.Response(self.status, content=self._line())
+        return await super().handle_async_request(request)
+
+    async def _line(self) -> AsyncIterator[bytes]:
+        yield b"data: "
+        while self.sent_bytes < 64 << 20:
+            self.sent_bytes += 1 << 20
+            yield bytes(1 << 20)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_line_without_end_is_not_kept(status: int) -> None:
+    server = EndlessServer(status)
+    remote = RemoteEngine(RemoteSettings("http://gpu.box/v1"), server)
+    with pytest.raises(EngineError):
+        await collect(remote)
+    assert server.sent_bytes < 16 << 20
+    await remote.aclose()
+
+
 @pytest.mark.parametrize("bad", [b"{", b"[1]", {"error": {"message": "boom", "code": 500}}])
 async def test_nonsense_of_another_server_is_an_engine_error(bad: Any) -> None:
     remote = RemoteEngine(RemoteSettings("http://gpu.box/v1"), OtherServer([chunk(content="a"), bad]))
