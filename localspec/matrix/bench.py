@@ -17,7 +17,17 @@ from itertools import product
 from typing import Protocol, runtime_checkable
 
 from localspec.api.engine import Engine
-from localspec.api.types import Delta, Done, DrafterMetrics, GenerateRequest, MetricsSnapshot, Sampling, Timings, Usage
+from localspec.api.types import (
+    Delta,
+    Done,
+    DrafterMetrics,
+    EngineError,
+    GenerateRequest,
+    MetricsSnapshot,
+    Sampling,
+    Timings,
+    Usage,
+)
 from localspec.matrix.prompts import Prompt
 
 OFF, AUTO = "off", "auto"
@@ -225,11 +235,16 @@ async def _run(
 
 async def _answer(engine: Engine, request: GenerateRequest, spans: list[tuple[float, float]]) -> _Answer:
     ids: list[int] = []
+    num_chars = 0
     async with aclosing(engine.generate(request)) as events:  # type: ignore[type-var]
         async for event in events:
             if isinstance(event, Delta):
                 ids.extend(event.token_ids)
+                num_chars += len(event.text)
             elif isinstance(event, Done):
+                if num_chars and not (ids or event.usage.completion_tokens > 0):
+                    what = "the server says neither token ids nor counts (usage), so its speed cannot be measured"
+                    raise EngineError("unsupported", what)
                 last = time.perf_counter()
                 spans.append((last - max(event.timings.decode_ms / 1e3, 1e-6), last))
                 return _Answer(tuple(ids), event.usage, event.timings)

@@ -68,7 +68,8 @@ def _parts(text: str) -> list[str]:
 
 def _of_jsonl(text: str, path: Path) -> list[tuple[str, Prompt]]:
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # A line separator of Unicode may stand inside a text.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from localspec.api.remote import RemoteEngine, RemoteSettings
 from localspec.api.scripted import Reply, Script, ScriptedEngine
-from localspec.api.types import GenerateRequest, ModelInfo
+from localspec.api.types import Delta, Done, EngineError, Event, GenerateRequest, ModelInfo, Usage
 from localspec.commands import bench as command
 from localspec.matrix.bench import AS_IT_IS, BenchPlan, Cell, run_bench
 from localspec.matrix.prompts import OWN, Prompt, read_prompts
@@ -33,6 +33,23 @@ class Deep(ScriptedEngine):
         timings = super()._timings(run, prefill_s, decode_s)
         drafted = (9, 9, 9)[: (run.request.depth or 0)] if run.request.drafter == "ngram" else ()
         return dataclasses.replace(timings, drafted_per_position=drafted, draft_steps=run.steps)
+
+
+class Uncounted(ScriptedEngine):
+    """A server that says neither ids nor counts."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        async for event in super().generate(request):
+            if isinstance(event, Delta):
+                yield dataclasses.replace(event, token_ids=())
+            elif isinstance(event, Done):
+                yield dataclasses.replace(event, usage=Usage(0, 0))
+
+
+async def test_a_server_that_counts_nothing_is_not_called_slow() -> None:
+    engine = Uncounted(Script(replies=(Reply("words that nobody counts"),)))
+    with pytest.raises(EngineError, match="says neither token ids nor counts"):
+        await run_bench(engine, PLAN, lambda cell: None)
 
 
 async def test_every_combination_with_its_control_first() -> None:
@@ -118,8 +135,9 @@ def test_own_prompts(tmp_path: Path) -> None:
     assert read_prompts(texts) == {OWN: (Prompt.of("First\nin two lines"), Prompt.of("Second"))}
     lines = tmp_path / "mine.jsonl"
     both = {"workload": "w", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
-    lines.write_text(f'{{"prompt": "p"}}\n\n{json.dumps(both)}\n')
+    lines.write_text(f'{{"prompt": "p\u2028q"}}\r\n\n{json.dumps(both)}\n')
     found = read_prompts(lines)
+    assert found[OWN] == (Prompt.of("p\u2028q"),)
     assert list(found) == [OWN, "w"] and [m.role for m in found["w"][0].messages] == ["system", "user"]
 
 
