@@ -38,5 +38,7 @@ class SyntheticAcceptance:
         drafted = draft.token_ids[slots, column]
         # 24 bits of the row's noise key as a uniform number.
         uniform = (row_keys(seeds[slots], rows.positions)[:, 0] & 0xFFFFFF).to(torch.float32) / float(1 << 24)
-        forced = torch.where(uniform < self._chance[column], drafted, (drafted + 1).clamp(min=1))
+        # The token before it, since behind the last one of the vocabulary there is none.
+        other = torch.where(drafted > 0, drafted - 1, 1)
+        forced = torch.where(uniform < self._chance[column], drafted, other)
         return RowRules(forced=torch.where((offset < num_drafts) & (drafted >= 0), forced, -1))
