@@ -13,7 +13,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from localspec.cache.spill_index import INDEX_ERRORS, SEGMENT, STATE, Block, ModelRow, SpillIndex
@@ -93,6 +93,14 @@ class SpillStore:
             return None, read
         return own.prefill_tok_per_s, own.read_bytes_per_s or read
 
+    def stored_bytes(self) -> int:
+        """Of this model's blocks."""
+        stored = 0
+        with self._guarded():
+            own = (row for row in self.index.models() if row.fingerprint == self.identity.fingerprint)
+            stored = sum(row.stored_bytes for row in own)
+        return stored
+
     def kept_by_another(self, chat_id: str) -> bool:
         """Whether the chat has blocks of other models only."""
         found = False
@@ -141,8 +149,8 @@ class SpillStore:
         self.check_parts(block, data[:HEADER_BYTES], [payload])
         return payload
 
-    def check_parts(self, block: Block, head: memoryview, payload: Sequence[memoryview]) -> None:
-        """As `check`, of a payload that lies in several places."""
+    def check_parts(self, block: Block, head: memoryview, payload: Iterable[memoryview]) -> None:
+        """As `check`, of a payload that comes in several parts, of which none is asked for where the head is wrong."""
         header = parse_block_header(head)
         stated = (header.fingerprint, header.key, header.parent_key, header.token_begin, header.token_end)
         if stated != (block.fingerprint, block.key, block.parent, block.token_begin, block.token_end):

@@ -20,7 +20,7 @@ from torch import Tensor
 from localspec.cache.pool import CachePool, StateSnapshot
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.records import PAGE_TOKENS
-from localspec.storage.buffers import aligned_memory
+from localspec.storage.buffers import aligned_memory, use_ahead
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ class BlockBytes:
     def token_bytes(self) -> int:
         """Bytes of one token over all planes."""
         return sum(self._row_bytes)
+
+    @property
+    def reaches_pages(self) -> bool:
+        """Whether `places` gives memory."""
+        return bool(self._views)
 
     @property
     def state_bytes(self) -> int:
@@ -115,6 +120,12 @@ class BlockBytes:
         for view, row_bytes in zip(self._views, self._row_bytes, strict=False):
             found += [view[row * row_bytes : (row + count) * row_bytes] for row, _, count in runs]
         return found
+
+    def use_ahead(self, num_tokens: int) -> None:
+        """Place the memory of the first pages, where it is a CPU's and costs time to be used for the first time."""
+        num_rows = min(PAGE_TOKENS + num_tokens, self._planes[0].numel() // self._row_bytes[0])
+        for plane, row_bytes in zip(self._planes[: len(self._views)], self._row_bytes, strict=False):
+            use_ahead(plane.data_ptr(), num_rows * row_bytes)
 
     @staticmethod
     def finish(mark: Any) -> None:

@@ -35,6 +35,8 @@ MIN_GAIN_TOKENS = 32
 """Reading fewer tokens than this is never asked for."""
 FIXED_COST_S = 0.003
 READ_AHEAD_BLOCKS = 6
+"""Buffers for blocks that are read into some."""
+BLOCKS_UNDER_WAY = 16
 MAX_TRIES = 4
 Call = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on the decode thread between two steps."""
@@ -130,7 +132,7 @@ class Restorer:
         self._copies = copies
         self._scheduler = scheduler
         self._call = call
-        self._reader = BlockReader(store) if store is not None else None
+        self._reader = BlockReader(store, copies.reaches_pages) if store is not None else None
         self._buffers: list[Tensor] = []
         self._state_buffer: Tensor | None = None
         self.epoch = 0
@@ -284,7 +286,7 @@ class Restorer:
         self, ahead: deque[Block], reading: deque[Reading], spare: list[Tensor], found: Found, pages: _Pages
     ) -> None:
         """Ask for the next blocks, as far as there are buffers for them."""
-        while ahead and len(reading) <= READ_AHEAD_BLOCKS:
+        while ahead and len(reading) < BLOCKS_UNDER_WAY:
             each = self._begin(ahead[0], spare, found, pages)
             if each is None:
                 return

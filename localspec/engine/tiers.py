@@ -354,6 +354,10 @@ def open_tiers(
         store = SpillStore(folder, identity, limits.disk)
     except (OSError, *INDEX_ERRORS) as error:
         log.warning("conversations are not kept on disk: %s", error)
+    if store is not None:
+        # Whoever kept conversations opens one: the traps of new memory take as long as a third of reading it.
+        stored_tokens = store.stored_bytes() // copies.token_bytes
+        copies.use_ahead(min(stored_tokens, scheduler.limits.context_tokens))
     memory = host_memory_for(owner.device, host_cap_bytes(limits.host_bytes, owner.device))
     return HostAndDisk(store, (HostPool(identity, memory.take), memory), copies, scheduler, metrics)
 

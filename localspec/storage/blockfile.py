@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,8 +121,8 @@ def verify_payload(header: BlockHeader, payload: Buffer, path: Path) -> None:
     verify_parts(header, [payload], path)
 
 
-def verify_parts(header: BlockHeader, payload: Sequence[Buffer], path: Path) -> None:
-    """As `verify_payload`, of one that lies in several places."""
+def verify_parts(header: BlockHeader, payload: Iterable[Buffer], path: Path) -> None:
+    """As `verify_payload`, of one that comes in several parts, each looked at before the next is asked for."""
     digest, num_bytes = xxhash.xxh3_64(), 0
     for data in map(as_bytes, payload):
         digest.update(data)

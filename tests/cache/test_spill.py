@@ -139,6 +139,7 @@ def test_tails_go_before_heads_and_old_before_young(tmp_path: Path) -> None:
     write(store, old)
     write(store, young)
     assert store.index.total_bytes() == 6 * segment_bytes
+    assert store.stored_bytes() == 6 * segment_bytes
     write(store, new)
     assert [store.lookup(ids).num_tokens for ids in (old, young, new)] == [256, 768, 512]
     store.use(store.lookup(old), None)

@@ -36,7 +36,7 @@ def test_blocks_in_place(tmp_path: Path) -> None:
     assert writer.add_segment(writer.missing[0], [CONTENT])
     writer.finish()
     [block] = store.lookup(ids).segments
-    reader = BlockReader(store)
+    reader = BlockReader(store, into_places=True)
     places = places_of(len(CONTENT))
     reading = reader.into_places(block, places)
     assert reading is not None and reading.landed() is None
@@ -44,7 +44,10 @@ def test_blocks_in_place(tmp_path: Path) -> None:
     buffered = reader.into_buffer(block, torch.zeros(4096 + len(CONTENT), dtype=torch.uint8)).landed()
     assert buffered is not None and buffered.numpy().tobytes() == CONTENT
     assert reader.into_places(block, places[:-1]) is None, "another size"
-    assert reader.into_places(block, [*places[:-1], memoryview(bytearray(PLACE_BYTES + 1))[1:]]) is None, "no address"
+    odd = [memoryview(bytearray(PLACE_BYTES + 1))[1:], memoryview(bytearray(len(CONTENT) - PLACE_BYTES))]
+    reading = reader.into_places(block, odd)
+    assert reading is not None and reading.landed() is None
+    assert b"".join(odd) == CONTENT, "at odd addresses"
 
     data = bytearray(store.path(block).read_bytes())
     for damaged in (data[:5000] + b"\xff" * 64 + data[5064:], data[:-4096], b"\x00" * len(data)):
