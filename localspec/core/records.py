@@ -162,7 +162,8 @@ class Rows:
     window_starts: [S] int64 first row of each slot; window_rows: [S] int64 rows of each slot (0: slot not in step).
     pending_rows: [S] int64 rows of the slot's previous window that were committed and wait in its record rings; a
     consumer of recurrent state folds them first (lazy fold).
-    max_position_bound: host integer at or above every position, for sizing reads.
+    max_position_bound: host integer at or above every position, for sizing reads. slot_rows_bound: host integer at or
+    above the rows of any slot.
     """
 
     kind: Literal["verify", "prefill"]
@@ -175,6 +176,7 @@ class Rows:
     window_rows: Tensor
     pending_rows: Tensor
     max_position_bound: int
+    slot_rows_bound: int
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ class _Frame:
             window_rows=state.lengths,
             pending_rows=state.pending_rows,
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
+            slot_rows_bound=1,
         )
         return cls(rows, cache, slots)
 
@@ -195,13 +196,15 @@ class _Frame:
 
     def pass_of(self, taken: TakenRows) -> LayerStep:
         """Rows that waited."""
-        return self._step(taken.slots, taken.positions, taken.key_begin, taken.key_end)
+        return self._step(taken.slots, taken.positions, taken.key_begin, taken.key_end, taken.slots.shape[0])
 
     def step(self, rounds: Rounds, column: int, key_begin: Tensor) -> LayerStep:
         """The round that guesses `column`, a row a slot; slots that are done are padding."""
-        return self._step(rounds.slots[column], rounds.positions[column], key_begin, rounds.key_end[column])
+        return self._step(rounds.slots[column], rounds.positions[column], key_begin, rounds.key_end[column], 1)
 
-    def _step(self, slots: Tensor, positions: Tensor, key_begin: Tensor, key_end: Tensor) -> LayerStep:
-        rows = replace(self.rows, positions=positions, slots=slots)
-        paging = Paging.up_to(rows.block_tables, slots, rows.max_position_bound)
+    def _step(
+        self, slots: Tensor, positions: Tensor, key_begin: Tensor, key_end: Tensor, slot_rows_bound: int
+    ) -> LayerStep:
+        rows = replace(self.rows, positions=positions, slots=slots, slot_rows_bound=slot_rows_bound)
+        paging = Paging.up_to(rows.block_tables, slots, rows.max_position_bound, slot_rows_bound)
         return LayerStep(rows, self.cache, paging, key_begin, key_end)

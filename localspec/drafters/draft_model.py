@@ -115,6 +115,7 @@ class ModelDrafter:
             window_rows=block.counts,
             pending_rows=torch.zeros_like(state.pending_rows),
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
+            slot_rows_bound=positions.shape[0],
         )
         hidden = self._model.forward(rows, cache, self.needs).hidden
         self._read.copy_(torch.where(block.counts > 0, begin + block.counts, self._read))
@@ -142,6 +143,7 @@ class ModelDrafter:
             window_rows=runs.to(torch.int64),
             pending_rows=torch.zeros_like(state.pending_rows),
             max_position_bound=max(depths.length_bounds, default=1) + depths.max_depth,
+            slot_rows_bound=1,
         )
 
 

@@ -19,6 +19,8 @@ from localspec.kernels.weights import LogicalWeight
 
 PAGE_TOKENS = 64
 """Tokens of a cache page."""
+MAX_STEP_ROWS = 16
+"""Rows of a verify step."""
 Epilogue = Literal["none", "silu_mul", "residual"]
 
 
@@ -47,18 +49,23 @@ class PackedWeight(Protocol):
 class Paging:
     """Where each row finds its keys. block_tables: [S, P] int32; slots: [R] int64 (-1: padding row, output unused).
 
-    max_key_bound: host integer at or above every `key_end`, for sizing reads.
+    max_key_bound: host integer at or above every `key_end`, for sizing reads. slot_rows_bound: host integer at or above
+    the rows of any slot; speed only.
     """
 
     block_tables: Tensor
     slots: Tensor
     max_key_bound: int
+    slot_rows_bound: int = MAX_STEP_ROWS
 
     @classmethod
-    def up_to(cls, block_tables: Tensor, slots: Tensor, max_position_bound: int) -> Paging:
+    def up_to(
+        cls, block_tables: Tensor, slots: Tensor, max_position_bound: int, slot_rows_bound: int = MAX_STEP_ROWS
+    ) -> Paging:
         """For rows at positions up to a host bound. The tables bound positions too: a bound that was rounded up for
         graphs, with drafts behind it, may lie beyond what they hold."""
-        return cls(block_tables, slots, min(max_position_bound + 1, block_tables.shape[1] * PAGE_TOKENS))
+        keys = min(max_position_bound + 1, block_tables.shape[1] * PAGE_TOKENS)
+        return cls(block_tables, slots, keys, slot_rows_bound)
 
 
 class Ops(Protocol):
@@ -256,7 +263,8 @@ class Ops(Protocol):
 class GdnInputs:
     """Projections of the rows. qkv: [R, 2*HK*DK + HV*DV]; z: [R, HV*DV]; the rest as in core Rows.
 
-    a, b: [R, P, HV], to be summed over P (see `Ops.summands`).
+    a, b: [R, P, HV], to be summed over P (see `Ops.summands`). slot_rows_bound: host integer at or above the rows of
+    any slot; speed only.
     """
 
     qkv: Tensor
@@ -268,6 +276,7 @@ class GdnInputs:
     window_starts: Tensor
     window_rows: Tensor
     pending_rows: Tensor
+    slot_rows_bound: int = MAX_STEP_ROWS
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class DeltaNet:
         qkv, z, *gates = torch.split(joined, [*sizes[:2], gate_width, gate_width], dim=1)
         a, b = (gate.view(len(gate), self.gate_parts, sizes[2]) for gate in gates)
         rows = step.rows
-        inputs = GdnInputs(qkv, z, a, b, rows.kind, rows.slots, rows.window_starts, rows.window_rows, rows.pending_rows)
+        places = rows.slots, rows.window_starts, rows.window_rows, rows.pending_rows
+        inputs = GdnInputs(qkv, z, a, b, rows.kind, *places, rows.slot_rows_bound)
         mixed = ops.gdn(inputs, self.weights, self._state(step.cache))
         return ops.linear(mixed, self.output, epilogue="residual", residual=x, then=then)
 

@@ -27,7 +27,7 @@ class LayerStep:
     @classmethod
     def of(cls, rows: Rows, cache: Cache) -> LayerStep:
         """Rows see all keys up to their own position."""
-        paging = Paging.up_to(rows.block_tables, rows.slots, rows.max_position_bound)
+        paging = Paging.up_to(rows.block_tables, rows.slots, rows.max_position_bound, rows.slot_rows_bound)
         return cls(rows, cache, paging, torch.zeros_like(rows.positions), rows.positions + 1)
 
     def paging_of(self, plane: PlaneSpec) -> Paging:

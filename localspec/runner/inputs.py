@@ -72,6 +72,7 @@ def verify_rows(ops: Ops, layout: Layout, draft: Draft, state: SequenceState, ma
         window_rows=layout.counts,
         pending_rows=state.pending_rows.clone(),
         max_position_bound=max_position_bound,
+        slot_rows_bound=1 + draft.token_ids.shape[1],
     )
 
 
@@ -99,6 +100,7 @@ def prefill_rows(plan: PrefillPlan, state: SequenceState, row_multiple: int) -> 
         window_rows=torch.tensor(counts, dtype=torch.int64, device=device),
         pending_rows=state.pending_rows.clone(),
         max_position_bound=plan.end_tokens,
+        slot_rows_bound=total,
     )
 
 

@@ -79,7 +79,7 @@ class Replay:
         positions = torch.arange(len(tokens))
         tables = self.state.block_tables
         return Rows(
-            kind, torch.tensor(list(tokens)), positions, slots, tables, self.state.lengths, first, windows, first, 0
+            kind, torch.tensor(list(tokens)), positions, slots, tables, self.state.lengths, first, windows, first, 0, 1
         )
 
     def propose(self, depth: int = 14) -> Draft:

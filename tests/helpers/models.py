@@ -159,6 +159,7 @@ def make_rows(
         window_rows=as_tensor(counts),
         pending_rows=torch.zeros(num_slots, dtype=torch.int64) if pending is None else pending,
         max_position_bound=max(positions),
+        slot_rows_bound=max(counts),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,25 +88,41 @@ def test_row_bits_do_not_depend_on_other_slots() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_single_blocks_and_groups_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context that crosses the limit mid-window, or a longer neighbour row, must not change a row's bits."""
+def test_blocks_quads_and_groups_give_the_same_bits(dtype: torch.dtype) -> None:
+    """A context that crosses a limit mid-window, or a longer neighbour row, must not change a row's bits."""
     k, v, k_pages, v_pages, tables = paged_cache([5000], 4, 256, dtype, seed=8)
     q = torch.randn(3, 24, 256, device=DEVICE, dtype=torch.bfloat16)
     end = torch.tensor([4990, 3000, 700], device=DEVICE)
     begin = torch.tensor([0, 45, 500], device=DEVICE)
     where = paging(tables, [0, 0, 0], 5000)
     expected = ReferenceOps(DEVICE).attention(q.float(), k, v, where, begin, end, 0.0625)
+    pages = cache_bytes(k_pages)[0], cache_bytes(v_pages)[0]
+    usual = attention.stream_shape(3, 6, 256, dtype.itemsize == 1, DEVICE)
     found = {}
-    for limit in (64, 4096, 8192):
-        monkeypatch.setattr(attention, "FINE_KEYS", limit)
+    for each in (1, 6, 100):  # programs of a tile: parts are groups, quads, blocks
         poison()
-        found[limit] = attention.paged_attention(q, k_pages, v_pages, where, (begin, end), 0.0625)
-    assert relative_error(found[64], expected) < BOUND
-    assert torch.equal(found[64], found[4096])
-    assert torch.equal(found[64], found[8192])
+        shape = replace(usual, programs=4 * each)
+        found[each] = attention.attend_in_streams(q, pages, where, (begin, end), 0.0625, None, shape)
+    assert relative_error(found[1], expected) < BOUND
+    assert torch.equal(found[1], found[6])
+    assert torch.equal(found[1], found[100])
     one = paging(tables, [0], 5000)
     alone = attention.paged_attention(q[2:], k_pages, v_pages, one, (begin[2:], end[2:]), 0.0625)
-    assert torch.equal(alone, found[64][2:])
+    assert torch.equal(alone, found[1][2:])
+
+
+def test_single_blocks_and_groups_of_small_heads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, k_pages, v_pages, tables = paged_cache([1500], 1, 32, torch.bfloat16, seed=10)
+    q = torch.randn(3, 6, 32, device=DEVICE, dtype=torch.bfloat16)
+    end = torch.tensor([1490, 1000, 300], device=DEVICE)
+    begin = torch.tensor([0, 45, 200], device=DEVICE)
+    where = paging(tables, [0, 0, 0], 1500)
+    found = []
+    for limit in (64, 4096):
+        monkeypatch.setattr(attention, "FINE_KEYS", limit)
+        poison()
+        found.append(attention.paged_attention(q, k_pages, v_pages, where, (begin, end), 32**-0.5))
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,7 +138,13 @@ def test_tiles_of_any_shape_give_the_same_bits(heads: tuple[int, int, int], dtyp
     pages = cache_bytes(k_pages)[0], cache_bytes(v_pages)[0]
     block = attention.stream_shape(1, num_heads // kv_heads, head_dim, dtype.itemsize == 1, DEVICE).block_keys
     found = []
-    for pairs, warps, depth, programs in ((16, 4, 2, 264), (16, 4, 3, 20), (32, 8, 2, 132), (64, 8, 2, 132)):
+    for pairs, warps, depth, programs in (
+        (16, 4, 2, 264),
+        (16, 4, 3, 20),
+        (16, 4, 2, 1),
+        (32, 8, 2, 132),
+        (64, 8, 2, 132),
+    ):
         shape = attention.StreamShape(pairs, warps, depth, block, programs)
         poison()
         found.append(attention.attend_in_streams(q, pages, where, (begin, end), head_dim**-0.5, None, shape))

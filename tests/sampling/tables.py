@@ -119,6 +119,7 @@ def verify_rows(state: SequenceState, draft: Draft, window_rows: Sequence[int], 
         window_rows=windows,
         pending_rows=state.pending_rows,
         max_position_bound=state.history.shape[1],
+        slot_rows_bound=num_rows,
     )
 
 

@@ -18,17 +18,17 @@ import triton
 from torch import Tensor
 
 from localspec.kernels.ops import PAGE_TOKENS, Paging
-from localspec.kernels.triton.attention_blocks import MAX_ROWS, attend_in_blocks, most_parts
+from localspec.kernels.triton.attention_blocks import MAX_ROWS, attend_in_blocks
 from localspec.kernels.triton.attention_join import attention_join_kernel
 from localspec.kernels.triton.attention_stream import attention_stream_kernel
+from localspec.kernels.triton.attention_tiles import BLOCKS_AHEAD, GROUP_LOG2, QUAD_LOG2, QUADS_AHEAD
 from localspec.kernels.triton.cache_values import E4M3_SCALE, cache_bytes, fragment_asm
 from localspec.kernels.triton.cards import dependent_launch
 
 FINE_KEYS = 4096
-"""Up to this length single blocks of keys are spread over the card; for more rows, up to less."""
-STREAM_FINE_FACTOR = 4
+"""Up to this length attention_blocks.py spreads single blocks of keys over the card; for more rows, up to less."""
 STREAM_HEAD_DIMS = (64, 128, 256)
-RADIX_LOG2 = 4
+MAX_STREAM_SLOTS = 8
 MAX_SLICE = 64
 JOIN_STEPS = 16
 
@@ -45,11 +45,11 @@ class StreamShape:
     programs: int
 
 
-def stream_shape(num_rows: int, group: int, head_dim: int, fp8: bool, device: torch.device) -> StreamShape:
-    """Sixteen pairs while they hold all rows, else 32 with twice the warps: neither spills on any card."""
+def stream_shape(slot_rows: int, group: int, head_dim: int, fp8: bool, device: torch.device) -> StreamShape:
+    """Sixteen pairs while they hold all rows of a slot, else 32 with twice the warps: neither spills on any card."""
     properties = torch.cuda.get_device_properties(device)
     least = max(16, triton.next_power_of_2(group))
-    pairs = least if num_rows <= least // group else 2 * least
+    pairs = least if slot_rows * group <= least else 2 * least
     block_keys = 32 if head_dim == 256 and not fp8 else 64
     block_bytes = block_keys * head_dim * (1 if fp8 else 2)
     other_bytes = pairs * (head_dim + block_keys) * 2 + 2048
@@ -59,6 +59,31 @@ def stream_shape(num_rows: int, group: int, head_dim: int, fp8: bool, device: to
     depth = 3 if room_bytes >= 6 * block_bytes + other_bytes else 2
     warps = 4 if pairs == 16 else 8
     return StreamShape(pairs, warps, depth, block_keys, places * properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class StreamGrid:
+    """programs: of each key head, shared among the tiles; most_tiles, least_tiles: what the rows may make;
+    max_parts: the most that a row has."""
+
+    programs: int
+    most_tiles: int
+    least_tiles: int
+    max_parts: int
+
+
+def stream_grid(shape: StreamShape, rows: tuple[int, int, int], kv_heads: int, bound: int) -> StreamGrid:
+    """rows: of the step, its slots, and query heads of a key head; bound: keys of the longest slot."""
+    num_rows, num_slots, group = rows
+    programs = triton.cdiv(shape.programs, kv_heads)
+    sharing = min(num_rows, num_slots)
+    most_tiles = (num_rows * group + sharing * (shape.pairs - 1)) // shape.pairs
+    least_tiles = triton.cdiv(num_rows * group, shape.pairs)
+    each = max(1, programs // least_tiles)
+    blocks = triton.cdiv(bound, shape.block_keys)
+    quads, groups = triton.cdiv(blocks, 1 << QUAD_LOG2.value), triton.cdiv(blocks, 1 << GROUP_LOG2.value)
+    max_parts = max(min(blocks, each * BLOCKS_AHEAD.value), min(quads, each * QUADS_AHEAD.value), groups)
+    return StreamGrid(programs, most_tiles, least_tiles, max_parts)
 
 
 def converts_e4m3(device: torch.device) -> bool:
@@ -82,11 +107,12 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, paging: Paging)
         raise ValueError(f"block tables must be contiguous and hold {paging.max_key_bound} keys")
 
 
-def streams(q: Tensor, pages: Tensor) -> bool:
-    """Whether attention_stream.py has kernels for these queries and cache bytes."""
+def streams(q: Tensor, pages: Tensor, num_slots: int) -> bool:
+    """Whether attention_stream.py has kernels for these queries, cache bytes and slots."""
     num_heads, head_dim = q.shape[1:]
     same = q.dtype in (torch.bfloat16, torch.float16) and pages.dtype in (q.dtype, torch.uint8)
-    return q.is_cuda and same and head_dim in STREAM_HEAD_DIMS and num_heads // pages.shape[2] <= 16
+    few = num_slots <= MAX_STREAM_SLOTS and num_heads // pages.shape[2] <= 16
+    return q.is_cuda and same and few and head_dim in STREAM_HEAD_DIMS
 
 
 def paged_attention(
@@ -105,7 +131,7 @@ def paged_attention(
     if q.shape[0] > MAX_ROWS:
         raise ValueError(f"a verify step has at most {MAX_ROWS} rows, not {q.shape[0]}")
     pages = cache_bytes(k_pages)[0], cache_bytes(v_pages)[0]
-    if scale > 0 and streams(q, pages[0]):
+    if scale > 0 and streams(q, pages[0], paging.block_tables.shape[0]):
         return attend_in_streams(q, pages, paging, bounds, scale, gate)
     return attend_in_blocks(q, pages, paging, bounds, scale, gate, FINE_KEYS)
 
@@ -124,36 +150,32 @@ def attend_in_streams(
     num_kv_heads = pages[0].shape[2]
     group = num_heads // num_kv_heads
     fp8 = pages[0].dtype == torch.uint8
-    shape = shape or stream_shape(num_rows, group, head_dim, fp8, q.device)
-    row_tiles = triton.cdiv(num_rows, shape.pairs // group)
-    bound, block, coarse = paging.max_key_bound, shape.block_keys, shape.block_keys << RADIX_LOG2
-    fine_keys = STREAM_FINE_FACTOR * FINE_KEYS // triton.cdiv(num_rows, 2)
-    max_parts = most_parts(bound, fine_keys, block, coarse)
-    acc = torch.empty(num_kv_heads, max_parts, num_rows, group, head_dim, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, num_kv_heads, max_parts, num_rows, group, dtype=torch.float32, device=q.device)
+    shape = shape or stream_shape(min(num_rows, paging.slot_rows_bound), group, head_dim, fp8, q.device)
+    num_slots = paging.block_tables.shape[0]
+    grid = stream_grid(shape, (num_rows, num_slots, group), num_kv_heads, paging.max_key_bound)
+    acc = torch.empty(num_kv_heads, grid.max_parts, num_rows, group, head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(2, num_kv_heads, grid.max_parts, num_rows, group, dtype=torch.float32, device=q.device)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     convert = fp8 and converts_e4m3(q.device)
     key_scale = E4M3_SCALE.value if fp8 and not convert else 1.0
     # Contraction is off: what is fused is written as fma, so that all shapes of a tile have the same bits.
     options = {"enable_fp_fusion": False, "PDL": dependent_launch(q.device), "launch_pdl": dependent_launch(q.device)}
-    programs = min(max_parts, triton.cdiv(shape.programs, num_kv_heads))
-    attention_stream_kernel[(programs, num_kv_heads, paging.block_tables.shape[0] * row_tiles)](
+    common = {"GROUP": group, "D": head_dim, "BLOCK": shape.block_keys, "PAIRS": shape.pairs, "SLOTS": num_slots}
+    attention_stream_kernel[(max(grid.programs, grid.most_tiles), num_kv_heads)](
         *(q, *pages, paging.block_tables, paging.slots, *bounds, acc, stats[0], stats[1]),
-        *(num_rows, paging.block_tables.stride(0), max_parts, row_tiles, fine_keys),
+        *(num_rows, paging.block_tables.stride(0), grid.max_parts, grid.programs, grid.least_tiles),
         *(q.stride(0), q.stride(1), scale * key_scale * math.log2(math.e)),
-        **{"GROUP": group, "HEADS_KV": num_kv_heads, "D": head_dim, "BLOCK": block, "RADIX_LOG2": RADIX_LOG2},
-        **{"PAIRS": shape.pairs, "ROWS": MAX_ROWS, "FP8": fp8, "CONVERT": convert, "DEPTH": shape.depth},
+        **{**common, "HEADS_KV": num_kv_heads, "ROWS": MAX_ROWS, "FP8": fp8, "CONVERT": convert, "DEPTH": shape.depth},
         **{"ASM_KEYS": fragment_asm(False, convert), "ASM_VALUES": fragment_asm(True, convert)},
         **{"NW": shape.num_warps, "num_warps": shape.num_warps, **options},
     )
     slice_dims = min(MAX_SLICE, head_dim)
     attention_join_kernel[(num_rows, num_heads, head_dim // slice_dims)](
         *(acc, stats[0], stats[1], paging.slots, *bounds, q if gate is None else gate, out),
-        *(num_rows, max_parts, fine_keys),
+        *(num_rows, grid.max_parts, grid.programs, grid.least_tiles),
         *((0, 0) if gate is None else (gate.stride(0), gate.stride(1))),
         key_scale,
-        **{"H": num_heads, "GROUP": group, "D": head_dim, "SLICE": slice_dims, "BLOCK": block},
-        **{"RADIX": 1 << RADIX_LOG2, "STEPS": JOIN_STEPS, "ROWS": MAX_ROWS, "GATED": gate is not None},
-        **{"num_warps": 4, **options},
+        **{**common, "H": num_heads, "SLICE": slice_dims, "STEPS": JOIN_STEPS, "ROWS": MAX_ROWS},
+        **{"GATED": gate is not None, "num_warps": 4, **options},
     )
     return out

@@ -11,8 +11,8 @@ feed four matmuls, and the queries (and the output's place) are permuted to matc
 
 How it stays exact per row. Keys are the matmul's A side and (row, head) pairs its N side, 8 columns a tile: a column's
 sums do not see its neighbours, so a tile of 16 pairs gives the bits of one of 64. A block is a softmax of its own.
-Blocks are folded in order; RADIX of them are a group. Short contexts write single blocks and leave the fold to the
-join, long ones write groups; both use `fold`, so the bits are the same.
+Four blocks are folded in order to a quad, four quads to a group. A part, which is written, is a block, a quad or a
+group, by how many of them each program has; the join folds the rest in the same tree, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from localspec.kernels.compat import (
     gluon,
     mma_v2,
 )
+from localspec.kernels.triton.attention_tiles import QUAD_LOG2, own_blocks, tile_bounds
 from localspec.kernels.triton.cache_values import FRAGMENT_CONSTRAINTS
 
 PAGE = gl.constexpr(64)
@@ -86,7 +87,7 @@ def _copy_block(
 
 @gluon.jit
 def _store_queries(
-    q_shared, q_ptr, first_row, pairs, kv_head, q_row_stride, q_head_stride,
+    q_shared, q_ptr, first_pair, pairs, kv_head, q_row_stride, q_head_stride,
     GROUP: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, FP8: gl.constexpr, CONVERT: gl.constexpr,
     NW: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -94,8 +95,8 @@ def _store_queries(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [NW, 1], [1, 0])
     pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    row = first_row + pair // GROUP
-    at = row * q_row_stride + (kv_head * GROUP + pair % GROUP) * q_head_stride
+    place = first_pair + pair
+    at = place // GROUP * q_row_stride + (kv_head * GROUP + place % GROUP) * q_head_stride
     q = gl.load(q_ptr + at[:, None] + dims[None, :], mask=(pair < pairs)[:, None], other=0.0).to(dtype)
     if FP8:
         # A thread's MMA takes two values of each of four matrices from 8 bytes: see the asm of cache_values.py.
@@ -115,14 +116,14 @@ def _store_queries(
 @gluon.jit
 def _decode(words, ASM: gl.constexpr):
     """e4m3 words [A, B], neighbours along B in pairs -> four float16 matrices [A, B]."""
-    return gl.inline_asm_elementwise(
-        ASM,
-        FRAGMENT_CONSTRAINTS,
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+    types: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
+    return gl.inline_asm_elementwise(ASM, FRAGMENT_CONSTRAINTS, [words], dtype=types, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _queries(q_shared, which, first, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Columns [first, first + COUNT) of one of the matrices of queries, as the matmul's other side."""
+    return q_shared.index(which).slice(first, COUNT, dim=1).permute([1, 0]).load(layout)
 
 
 @gluon.jit
@@ -136,11 +137,14 @@ def _scores(
     first = gl.zeros([BLOCK, PAIRS], gl.float32, layout=mma)
     second = gl.zeros([BLOCK, PAIRS], gl.float32, layout=mma)
     if FP8:
-        k0, k1, k2, k3 = _decode(keys.load(a), ASM)
-        first = mma_v2(k0, q_shared.index(0).permute([1, 0]).load(b), first)
-        second = mma_v2(k1, q_shared.index(1).permute([1, 0]).load(b), second)
-        first = mma_v2(k2, q_shared.index(2).permute([1, 0]).load(b), first)
-        second = mma_v2(k3, q_shared.index(3).permute([1, 0]).load(b), second)
+        # Decoded a half of each key at a time: more would not leave registers for the sums of a whole part.
+        WORDS: gl.constexpr = max(16, D // 8)
+        for at in gl.static_range(0, D // 4, WORDS):
+            k0, k1, k2, k3 = _decode(keys.slice(at, WORDS, dim=1).load(a), ASM)
+            first = mma_v2(k0, _queries(q_shared, 0, at, WORDS, b), first)
+            second = mma_v2(k1, _queries(q_shared, 1, at, WORDS, b), second)
+            first = mma_v2(k2, _queries(q_shared, 2, at, WORDS, b), first)
+            second = mma_v2(k3, _queries(q_shared, 3, at, WORDS, b), second)
     else:
         half: gl.constexpr = D // 2
         q = q_shared.index(0)
@@ -165,12 +169,14 @@ def _weigh(p_shared, scores, top, scale_log2, mma: gl.constexpr, wide_mma: gl.co
 
 @gluon.jit
 def _hide_unseen(
-    scores, begin_ptr, end_ptr, row, key, pair, pairs, GROUP: gl.constexpr, BLOCK: gl.constexpr, mma: gl.constexpr
-):
+    scores, begin_ptr, end_ptr, first_pair, key, pair, pairs,
+    GROUP: gl.constexpr, BLOCK: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
     """Scores of keys that a pair does not see become -inf. Bounds are read again here: only a few blocks need them."""
     keys = key + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, mma))
-    begin = gl.load(begin_ptr + row + pair // GROUP, mask=pair < pairs, other=0x7FFFFFFF).to(gl.int32)
-    end = gl.load(end_ptr + row + pair // GROUP, mask=pair < pairs, other=0).to(gl.int32)
+    row = (first_pair + pair) // GROUP
+    begin = gl.load(begin_ptr + row, mask=pair < pairs, other=0x7FFFFFFF).to(gl.int32)
+    end = gl.load(end_ptr + row, mask=pair < pairs, other=0).to(gl.int32)
     seen = (keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :])
     return gl.where(seen, scores, float("-inf"))
 
@@ -183,19 +189,33 @@ def _add_values(
 ):  # fmt: skip
     """Fold a block's weighted values and its sum of weights, which is a product with ones: the sum of what was used."""
     a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    p = p_shared.load(gl.DotOperandLayout(1, mma, 2))
     TOTAL: gl.constexpr = total.shape[0]
-    ones = gl.full([TOTAL, BLOCK], 1.0, p.dtype, layout=a)
-    total = fold_tile(total, keep, share, mma_v2(ones, p, gl.zeros([TOTAL, PAIRS], gl.float32, layout=mma)))
-    nothing = gl.zeros([W, PAIRS], gl.float32, layout=mma)
+    # Decoded a quarter of the keys at a time: more would not leave registers for the sums of a whole part.
+    KEYS: gl.constexpr = BLOCK // 4 if FP8 else BLOCK
+    ones = gl.full([TOTAL, KEYS], 1.0, p_shared.dtype, layout=a)
+    block_total = gl.zeros([TOTAL, PAIRS], gl.float32, layout=mma)
+    block0 = gl.zeros([W, PAIRS], gl.float32, layout=mma)
+    block1 = block0
+    block2 = block0
+    block3 = block0
+    for first in gl.static_range(0, BLOCK, KEYS):
+        p = p_shared.slice(first, KEYS).load(gl.DotOperandLayout(1, mma, 2))
+        block_total = mma_v2(ones, p, block_total)
+        own = values.slice(first, KEYS).permute([1, 0]).load(a)
+        if FP8:
+            v0, v1, v2, v3 = _decode(own, ASM)
+            block0 = mma_v2(v0, p, block0)
+            block1 = mma_v2(v1, p, block1)
+            block2 = mma_v2(v2, p, block2)
+            block3 = mma_v2(v3, p, block3)
+        else:
+            block0 = mma_v2(own, p, block0)
+    total = fold_tile(total, keep, share, block_total)
+    acc0 = fold_tile(acc0, keep, share, block0)
     if FP8:
-        v0, v1, v2, v3 = _decode(values.permute([1, 0]).load(a), ASM)
-        acc0 = fold_tile(acc0, keep, share, mma_v2(v0, p, nothing))
-        acc1 = fold_tile(acc1, keep, share, mma_v2(v1, p, nothing))
-        acc2 = fold_tile(acc2, keep, share, mma_v2(v2, p, nothing))
-        acc3 = fold_tile(acc3, keep, share, mma_v2(v3, p, nothing))
-    else:
-        acc0 = fold_tile(acc0, keep, share, mma_v2(values.permute([1, 0]).load(a), p, nothing))
+        acc1 = fold_tile(acc1, keep, share, block1)
+        acc2 = fold_tile(acc2, keep, share, block2)
+        acc3 = fold_tile(acc3, keep, share, block3)
     return acc0, acc1, acc2, acc3, total
 
 
@@ -206,11 +226,9 @@ def _store_part(
 ):  # fmt: skip
     """Write a part from its first pair's place on."""
     dims = gl.arange(0, W, layout=gl.SliceLayout(1, mma))
-    rows = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, mma))
     pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, mma))
     gl.store(top_ptr + place + pair, top, mask=pair < pairs)
-    first = (pair < pairs)[None, :] & (rows == 0)[:, None]
-    gl.store(sum_ptr + place + (pair[None, :] + 0 * rows[:, None]), total, mask=first)
+    gl.store(sum_ptr + place + pair, total, mask=pair < pairs)
     mask = (pair < pairs)[None, :] & (dims >= 0)[:, None]
     target = acc_ptr + place * D
     if FP8:
@@ -224,42 +242,21 @@ def _store_part(
 
 
 @gluon.jit
-def _tile_bounds(
-    slots_ptr, begin_ptr, end_ptr, num_rows, row_tiles, fine_keys,
-    GROUP: gl.constexpr, PAIRS: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr,
+def _fold_quad(
+    acc0, acc1, acc2, acc3, top, total, quad0, quad1, quad2, quad3, quad_top, quad_total,
+    FP8: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """This program's slot, its tile's first row and number of pairs, whether parts are single blocks, and four keys:
-    the first and the end of what any pair sees, and of what every pair sees.
+    """A quad's sums [W, PAIRS], maximum and weight [PAIRS] into those of its part; where the part begins `top` is -inf,
+    which makes them the quad's own, whatever they hold. quad_total: the same in each of its rows.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    slot = (gl.program_id(2) // row_tiles).to(gl.int64)
-    rows = gl.arange(0, ROWS, layout=layout)
-    own = gl.load(slots_ptr + rows, mask=rows < num_rows, other=-1) == slot
-    end = gl.load(end_ptr + rows, mask=rows < num_rows, other=0).to(gl.int32)
-    begin = gl.load(begin_ptr + rows, mask=rows < num_rows, other=0).to(gl.int32)
-    first_row = gl.min(gl.where(own, rows, ROWS), axis=0)
-    count = gl.sum(own.to(gl.int32), axis=0)
-    fine = gl.max(gl.where(own, end, 0), axis=0) <= fine_keys
-    tile_rows: gl.constexpr = PAIRS // GROUP
-    tile_first = first_row + (gl.program_id(2) % row_tiles) * tile_rows
-    tile_count = gl.minimum(first_row + count - tile_first, tile_rows)
-    mine = (rows >= tile_first) & (rows < tile_first + tile_count)
-    first_key = gl.min(gl.where(mine, begin, 0x7FFFFFFF), axis=0)
-    last_key = gl.max(gl.where(mine, end, 0), axis=0)
-    inner_first = gl.max(gl.where(mine, begin, 0), axis=0)
-    inner_stop = gl.min(gl.where(mine, end, 0x7FFFFFFF), axis=0)
-    return slot, tile_first, tile_count * GROUP, fine, first_key, last_key, inner_first, inner_stop
-
-
-@gluon.jit
-def _own_blocks(first_key, last_key, shift, BLOCK: gl.constexpr):
-    """The run of blocks [first, stop) of this program: whole parts of 2^shift blocks, the same number for all."""
-    stop_block = gl.cdiv(last_key, BLOCK)
-    part_first = (first_key // BLOCK) >> shift
-    parts = gl.maximum(((stop_block + (1 << shift) - 1) >> shift) - part_first, 0)
-    first = part_first + gl.program_id(0) * parts // gl.num_programs(0)
-    stop = part_first + (gl.program_id(0) + 1) * parts // gl.num_programs(0)
-    return gl.maximum(first << shift, first_key // BLOCK), gl.minimum(stop << shift, stop_block)
+    top, keep, share = fold_weights(top, gl.convert_layout(quad_top, gl.SliceLayout(0, mma)))
+    total = gl.fma(total, keep, gl.max(quad_total, axis=0) * share)
+    acc0 = fold_tile(acc0, keep, share, quad0)
+    if FP8:
+        acc1 = fold_tile(acc1, keep, share, quad1)
+        acc2 = fold_tile(acc2, keep, share, quad2)
+        acc3 = fold_tile(acc3, keep, share, quad3)
+    return acc0, acc1, acc2, acc3, top, total
 
 
 @gluon.jit
@@ -282,7 +279,7 @@ def _copy_ahead(
 @gluon.jit
 def _stream_blocks(
     k_ring, v_ring, q_shared, p_shared, k_pool, v_pool, table, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
-    max_parts, num_rows, row, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop, scale_log2,
+    max_parts, num_rows, first_pair, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop, scale_log2,
     GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.constexpr,
     FP8: gl.constexpr, DEPTH: gl.constexpr, NW: gl.constexpr, ASM_KEYS: gl.constexpr, ASM_VALUES: gl.constexpr,
 ):  # fmt: skip
@@ -302,13 +299,16 @@ def _stream_blocks(
     acc1 = acc0 if FP8 else 0
     acc2 = acc1
     acc3 = acc1
+    part0, part1, part2, part3 = acc0, acc1, acc2, acc3
+    part_top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_o))
+    part_total = gl.zeros([PAIRS], gl.float32, layout=gl.SliceLayout(0, mma_o))
     scores = _scores(k_ring.index(0), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
     at = 0
     for current in range(block, stop):
         page_next = gl.load(table + gl.minimum(current + (DEPTH + 1), last_block) * BLOCK // PAGE)
         key = current * BLOCK
         if (key < inner_first) | (key + BLOCK > inner_stop):
-            scores = _hide_unseen(scores, begin_ptr, end_ptr, row, key, pair, pairs, GROUP, BLOCK, mma_s)
+            scores = _hide_unseen(scores, begin_ptr, end_ptr, first_pair, key, pair, pairs, GROUP, BLOCK, mma_s)
         top, keep, share = _weigh(p_shared, scores, top, scale_log2, mma_s, mma_o)
         async_copy.wait_group(DEPTH - 2)
         block_barrier()
@@ -323,31 +323,39 @@ def _stream_blocks(
         at = gl.where(at == DEPTH - 1, 0, at + 1)
         # After the last block these are scores of old bytes, and dropped.
         scores = _scores(k_ring.index(at), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
-        if ((current + 1) >> shift << shift == current + 1) | (current + 1 == stop):
-            place = (kv_head * max_parts + (current >> shift)).to(gl.int64) * (num_rows * GROUP) + row * GROUP
-            _store_part(
-                acc_ptr, top_ptr, sum_ptr, place, acc0, acc1, acc2, acc3,
-                gl.convert_layout(top, gl.SliceLayout(0, mma_o)), total, pairs, PAIRS, D, W, FP8, mma_o,
-            )  # fmt: skip
-            # The next part is folded into nothing: exact, whatever the sums hold.
+        following = current + 1
+        quad = gl.minimum(shift, QUAD_LOG2)
+        if (following >> quad << quad == following) | (following == stop):
+            part0, part1, part2, part3, part_top, part_total = _fold_quad(
+                part0, part1, part2, part3, part_top, part_total, acc0, acc1, acc2, acc3, top, total, FP8, mma_o
+            )
+            # The next one is folded into nothing: exact, whatever the sums hold.
             top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_s))
+            if (following >> shift << shift == following) | (following == stop):
+                place = (kv_head * max_parts + (current >> shift)).to(gl.int64) * (num_rows * GROUP) + first_pair
+                _store_part(
+                    acc_ptr, top_ptr, sum_ptr, place, part0, part1, part2, part3, part_top, part_total, pairs,
+                    PAIRS, D, W, FP8, mma_o,
+                )  # fmt: skip
+                part_top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_o))
         page_v = page_k
         page_k = page_next
 
 
-@gluon.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "row_tiles", "fine_keys"])
+@gluon.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "programs", "least_tiles"])
 def attention_stream_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
-    num_rows, table_stride, max_parts, row_tiles, fine_keys, q_row_stride, q_head_stride, scale_log2,
-    GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, RADIX_LOG2: gl.constexpr,
-    PAIRS: gl.constexpr, ROWS: gl.constexpr, FP8: gl.constexpr, CONVERT: gl.constexpr, DEPTH: gl.constexpr,
+    num_rows, table_stride, max_parts, programs, least_tiles, q_row_stride, q_head_stride, scale_log2,
+    GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr, CONVERT: gl.constexpr, DEPTH: gl.constexpr,
     NW: gl.constexpr, PDL: gl.constexpr, ASM_KEYS: gl.constexpr, ASM_VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs, Hkv, S * row_tiles). Each part of each row: unnormed output, maximum and sum of weights.
+    """Grid: (at least `programs` and as many as there are tiles, Hkv). Each part of each row: unnormed output, maximum
+    and sum of weights.
 
-    acc_ptr: [Hkv, max_parts, R, GROUP, D]; top_ptr, sum_ptr: [Hkv, max_parts, R, GROUP]; all float32. A part is BLOCK
-    keys where the slot's last key is at most fine_keys, else 2^RADIX_LOG2 times as many. Rows of a slot are contiguous.
-    scale_log2 is above zero. CONVERT: the asm converts by the card's own instruction (see cache_values.py).
+    acc_ptr: [Hkv, max_parts, R, GROUP, D]; top_ptr, sum_ptr: [Hkv, max_parts, R, GROUP]; all float32. Rows of a slot
+    are contiguous; its pairs are cut into tiles, and all tiles have equally many programs. scale_log2 is above zero.
+    CONVERT: the asm converts by the card's own instruction (see cache_values.py).
     """
     W: gl.constexpr = D // 4 if FP8 else D  # elements of a key in the ring: words of four bytes, or 16-bit values
     VEC: gl.constexpr = 4 if FP8 else 8
@@ -363,13 +371,12 @@ def attention_stream_kernel(
     k_pool = k_ptr.to(gl.pointer_type(element), bitcast=True)
     v_pool = v_ptr.to(gl.pointer_type(element), bitcast=True)
     kv_head = gl.program_id(1)
-    slot, row, pairs, fine, first_key, last_key, inner_first, inner_stop = _tile_bounds(
-        slots_ptr, begin_ptr, end_ptr, num_rows, row_tiles, fine_keys, GROUP, PAIRS, ROWS, NW
+    slot, index, each, first_pair, pairs, shift, first_key, last_key, inner_first, inner_stop = tile_bounds(
+        slots_ptr, begin_ptr, end_ptr, num_rows, programs, least_tiles, GROUP, PAIRS, BLOCK, ROWS, SLOTS, NW
     )
-    shift = gl.where(fine, 0, RADIX_LOG2)
-    block, stop = _own_blocks(first_key, last_key, shift, BLOCK)
+    block, stop = own_blocks(first_key, last_key, index, each, shift, BLOCK)
     if block < stop:
-        table = tables_ptr + slot * table_stride
+        table = tables_ptr + slot.to(gl.int64) * table_stride
         for ahead in gl.static_range(DEPTH):
             # Group `ahead`: keys of this block and values of the same, but for the last.
             if block + ahead < stop:
@@ -380,11 +387,12 @@ def attention_stream_kernel(
                     _copy_block(v_ring, ahead, v_pool, page, key, last_key, kv_head, HEADS_KV, W, BLOCK, VEC, NW)
             async_copy.commit_group()
         _store_queries(
-            q_shared, q_ptr, row, pairs, kv_head, q_row_stride, q_head_stride, GROUP, D, PAIRS, FP8, CONVERT, NW, dtype
-        )
+            q_shared, q_ptr, first_pair, pairs, kv_head, q_row_stride, q_head_stride, GROUP, D, PAIRS, FP8, CONVERT, NW,
+            dtype,
+        )  # fmt: skip
         _stream_blocks(
             k_ring, v_ring, q_shared, p_shared, k_pool, v_pool, table, begin_ptr, end_ptr, acc_ptr, top_ptr, sum_ptr,
-            max_parts, num_rows, row, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop, scale_log2,
-            GROUP, HEADS_KV, D, BLOCK, PAIRS, FP8, DEPTH, NW, ASM_KEYS, ASM_VALUES,
+            max_parts, num_rows, first_pair, pairs, kv_head, block, stop, shift, last_key, inner_first, inner_stop,
+            scale_log2, GROUP, HEADS_KV, D, BLOCK, PAIRS, FP8, DEPTH, NW, ASM_KEYS, ASM_VALUES,
         )  # fmt: skip
         async_copy.wait_group(0)

@@ -75,16 +75,11 @@ def joined_norms_kernel(
 
 @triton.jit
 def note_draft(
-    row, token, certainty, chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr,
-    num_slots, width, num_columns, column, first, num_rows, CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    row, token, certainty, depth, ready, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr, num_slots, width,
+    num_columns, column, first, num_rows, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write a row's draft of one column; with the first also what no column will write, of its own slot and, by the
     first row, of slots without rows. SLOTS, COLUMNS: powers of two >= num_slots, width."""
-    depth = tl.load(depths_ptr + row)
-    ready = tl.load(ready_ptr + row) != 0
-    if CHOSEN:
-        token = tl.load(chosen_ptr + row)
     slot, each = tl.arange(0, SLOTS)[:, None], tl.arange(0, COLUMNS)[None, :]
     own = slot == first + row
     nobodys = (row == 0) & ((slot < first) | (slot >= first + num_rows)) & (slot < num_slots)
@@ -110,25 +105,38 @@ def best_tokens_kernel(
     CHOSEN: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (R, parts). partial_ptr: [R, 2, PARTS] float32, partial_place_ptr: [R, PARTS] int32, both scratch;
-    tickets_ptr: [R] int32, zero before and after. PARTS: a power of two >= parts. NOTED: see `note_draft`."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid: (R, parts). partial_ptr: [R, 2, PARTS] float32, partial_place_ptr: [R, 2, PARTS] int32, places and their
+    tokens, both scratch; tickets_ptr: [R] int32, zero before and after. PARTS: a power of two >= parts. NOTED: see
+    `note_draft`. Whatever the last program needs is asked for before it is known to be the last.
+    """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     place = part * CHUNK + tl.arange(0, CHUNK)
     inside = place < size
-    x = tl.load(logits_ptr + row * stride + place, mask=inside, other=-float("inf"))
     if MAPPED:
-        x = tl.where(tl.load(ids_ptr + place, mask=inside, other=-1) < 0, -float("inf"), x)
+        ids = tl.load(ids_ptr + place, mask=inside, other=-1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(logits_ptr + row * stride + place, mask=inside, other=-float("inf"))
+    if NOTED:
+        depth, ready = tl.load(depths_ptr + row), tl.load(ready_ptr + row) != 0
+    if CHOSEN:
+        chosen = tl.load(chosen_ptr + row)
+    if MAPPED:
+        x = tl.where(ids < 0, -float("inf"), x)
     if DIVIDED:
         x = x / tl.load(divisor_ptr + row)
     best, at = tl.max(x, axis=0, return_indices=True)
+    own_place = tl.minimum(part * CHUNK + at, size - 1)
+    own_token = own_place
+    if MAPPED:
+        own_token = tl.maximum(tl.load(ids_ptr + own_place), 0).to(tl.int32)
     shift = tl.where(best == -float("inf"), 0.0, best)
-    values = partial_ptr + row * (2 * PARTS)
+    values, places_of = partial_ptr + row * (2 * PARTS), partial_place_ptr + row * (2 * PARTS)
     tl.store(values + part, best)
     tl.store(values + PARTS + part, tl.sum(tl.exp(x - shift), axis=0))
-    tl.store(partial_place_ptr + row * PARTS + part, part * CHUNK + at)
+    tl.store(places_of + part, own_place)
+    tl.store(places_of + PARTS + part, own_token)
     tl.debug_barrier()
     arrived = tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == parts - 1:
@@ -138,22 +146,20 @@ def best_tokens_kernel(
         # Other programs wrote these, hence past the L1 cache.
         tops = tl.load(values + each, mask=known, other=-float("inf"), cache_modifier=".cg")
         sums = tl.load(values + PARTS + each, mask=known, other=0.0, cache_modifier=".cg")
-        places = tl.load(partial_place_ptr + row * PARTS + each, mask=known, other=0, cache_modifier=".cg")
+        places = tl.load(places_of + each, mask=known, other=0, cache_modifier=".cg")
+        tokens = tl.load(places_of + PARTS + each, mask=known, other=0, cache_modifier=".cg")
         top = tl.max(tops, axis=0)
         first = tl.min(tl.where(known & (tops == top), places, size), axis=0)
-        first = tl.minimum(first, size - 1).to(tl.int64)
+        token = tl.sum(tl.where(known & (places == first), tokens, 0), axis=0).to(tl.int64)
         certainty = 1.0 / tl.sum(sums * tl.exp(tops - top), axis=0)
-        if MAPPED:
-            token = tl.maximum(tl.load(ids_ptr + first), 0)
-        else:
-            token = first
         tl.store(tokens_ptr + row, token)
         tl.store(certainty_ptr + row, certainty)
         if NOTED:
+            if CHOSEN:
+                token = chosen
             note_draft(
-                row, token, certainty, chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr,
-                counts_ptr, num_slots, draft_width, num_columns, column, first_slot, tl.num_programs(0), CHOSEN, SLOTS,
-                COLUMNS,
+                row, token, certainty, depth, ready, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr, num_slots,
+                draft_width, num_columns, column, first_slot, tl.num_programs(0), SLOTS, COLUMNS,
             )  # fmt: skip
 
 
@@ -217,7 +223,7 @@ def best_tokens(
     parts = triton.cdiv(size, CHUNK)
     padded = triton.next_power_of_2(parts)
     partial = torch.empty(num_rows, 2, padded, dtype=torch.float32, device=device)
-    places = torch.empty(num_rows, padded, dtype=torch.int32, device=device)
+    places = torch.empty(num_rows, 2, padded, dtype=torch.int32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     certainty = torch.empty(num_rows, dtype=torch.float32, device=device)
     unread = (tokens, tokens, tokens, tokens, tokens, certainty, tokens, 1, 1, 0, 0, 0)

@@ -33,6 +33,7 @@ from localspec.kernels.triton.gdn import (
     softplus,
     store_values,
     update_state,
+    window_registers,
     window_shape,
 )
 
@@ -245,7 +246,7 @@ def run_window(
     arrived = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
     if arrived == PARTS - 1:
         tl.store(tickets + head, 0)
-        finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV)
+        finish_head(mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV, DV, RING)
     if keeper:
         # Last, since nobody waits for it.
         keep_columns(conv, qkv_ptr + start * qkv_stride, key_head, count, qkv_stride, HK, DK, RING, TAPS, COLUMNS)
@@ -335,17 +336,17 @@ def clear_padding(out_ptr, slots_ptr, num_rows, width, RING: tl.constexpr, PDL: 
 @triton.jit
 def finish_head(
     mixed_ptr, z_ptr, norm, out_ptr, start, count, head, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
-    """Norm and gate all values of one head, eight rows at once; other programs wrote parts of them, hence past L1."""
+    """Norm and gate all values of one head, all rows at once; other programs wrote parts of them, hence past L1."""
     values = tl.arange(0, DV)
-    for first in range(0, count, 8):
-        inside = (first + tl.arange(0, 8) < count)[:, None]
-        rows = start + first + tl.arange(0, 8)
-        offsets = rows[:, None] * (HV * DV) + (head * DV + values)[None, :]
-        mixed = tl.load(mixed_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
-        gate = tl.load(z_ptr + rows[:, None] * z_stride + (head * DV + values)[None, :], mask=inside, other=0.0)
-        out = norm_and_gate(mixed, gate.to(tl.float32), norm, eps, DV)
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+    inside = (tl.arange(0, RING) < count)[:, None]
+    rows = start + tl.arange(0, RING)
+    offsets = rows[:, None] * (HV * DV) + (head * DV + values)[None, :]
+    mixed = tl.load(mixed_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+    gate = tl.load(z_ptr + rows[:, None] * z_stride + (head * DV + values)[None, :], mask=inside, other=0.0)
+    out = norm_and_gate(mixed, gate.to(tl.float32), norm, eps, DV)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets: Tensor, out: Tensor) -> Tensor:
@@ -388,5 +389,6 @@ def gdn_window(inputs: GdnInputs, weights: GdnWeights, state: GdnState, tickets:
             "launch_pdl": pdl,
         },
         num_warps=num_warps,
+        maxnreg=window_registers(num_rows, inputs.slot_rows_bound, num_warps),
     )
     return out
