@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -79,6 +79,10 @@ class StepClock(Protocol):
         """Milliseconds drafting and verifying."""
         ...
 
+    def since_ms(self, before: Self) -> float:
+        """Milliseconds from the end of the step that `before` timed to the start of this one."""
+        ...
+
 
 class HostClock:
     """For devices whose work is done when a call returns."""
@@ -95,6 +99,9 @@ class HostClock:
     def intervals_ms(self) -> tuple[float, float]:
         start, drafted, verified = self._marks_s
         return (drafted - start) * 1e3, (verified - drafted) * 1e3
+
+    def since_ms(self, before: Self) -> float:
+        return (self._marks_s[0] - before._marks_s[-1]) * 1e3
 
 
 class DeviceStep(Protocol):

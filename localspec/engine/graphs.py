@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,9 @@ class EventClock:
     def intervals_ms(self) -> tuple[float, float]:
         start, drafted, verified = self._events
         return start.elapsed_time(drafted), drafted.elapsed_time(verified)
+
+    def since_ms(self, before: Self) -> float:
+        return float(before._events[-1].elapsed_time(self._events[0]))
 
 
 class GraphStep(EagerStep):

@@ -64,6 +64,21 @@ class Knowledge:
             if arm[1]:
                 costs.draft.setdefault(arm, Mean(draft_ms, AHEAD_COUNT))
 
+    def see_step(
+        self, context_tokens: int, rows: int, arms: Sequence[Arm], ms: tuple[float, float, float | None]
+    ) -> None:
+        """A step of `rows` rows in all took so long to draft and to verify, and waited so long for the host if that is
+        known; `arms` of its sequences, with depth 0 where none was drafted."""
+        draft_ms, verify_ms, wait_ms = ms
+        self.learnt.steps += 1
+        costs, number = self.costs_of(context_tokens // CONTEXT_BUCKET_TOKENS), self.learnt.steps
+        costs.verify.setdefault(rows, Mean()).see(verify_ms, number)
+        if wait_ms is not None:
+            costs.wait.setdefault(rows, Mean()).see(wait_ms, number)
+        drafting = {arm for arm in arms if arm[1]}
+        if len(drafting) == 1:
+            costs.draft.setdefault(drafting.pop(), Mean()).see(draft_ms, number)
+
     def nothing_learnt(self) -> Learnt:
         """What a tuner that begins anew knows."""
         return Learnt(costs={0: copy.deepcopy(self.ahead)} if self.ahead.verify else {})
@@ -128,13 +143,15 @@ class Knowledge:
         return self.prices(phase, num_active, bucket).rates()
 
     def step_ms(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
-        """Expected milliseconds of a step in which all of so many sequences have the same choice; unknown ones left
-        out."""
+        """Expected milliseconds of a step in which all of so many sequences have the same choice, with what the device
+        waits for the host; unknown ones left out."""
         verify = self.verify_curve(bucket)
         if not verify:
             return {}
+        known = sorted((b for b, table in self.learnt.costs.items() if table.wait), key=lambda b: abs(b - bucket))
+        waits = self.learnt.costs[known[0]] if known else StepCosts()
         drafts = {method: self.draft_curve(method, bucket) for method in self.depth_limits}
-        found = {OFF: verify[num_active]}
+        found = {OFF: verify[num_active] + waits.wait_ms(num_active)}
         for arm in self.arms(num_active):
             method, depth = arm
             draft = drafts.get(method, [])
@@ -143,7 +160,7 @@ class Knowledge:
                 place = float(graph_rows(int(rows))) if self.fixed_rows else min(rows, float(MAX_ROWS))
                 whole = int(place)
                 verified = verify[whole] + (place - whole) * (verify[min(whole + 1, MAX_ROWS)] - verify[whole])
-                found[arm] = verified + draft[depth]
+                found[arm] = verified + draft[depth] + waits.wait_ms(whole)
         return found
 
     def prices(self, phase: str, num_active: int, bucket: int) -> Prices:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from localspec.core.records import SlotResult, StepResult
+from localspec.engine.device_step import StepClock
 from localspec.engine.step import VerifyOutcome
 
 _FINISH: tuple[Literal["", "stop", "length"], ...] = ("", "stop", "length")
@@ -19,12 +20,14 @@ BufferKey = tuple[str, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Landed:
-    """A step whose results the host has."""
+    """A step whose results the host has. wait_ms: between the end of the step before and its start, where one was
+    under way when it was given to the device; None where the device may have had nothing to do, or something else."""
 
     outcome: VerifyOutcome
     results: tuple[SlotResult, ...]
     draft_ms: float
     verify_ms: float
+    wait_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class _InFlight:
     outcome: VerifyOutcome
     host: dict[str, torch.Tensor]
     event: torch.cuda.Event | None
+    before: StepClock | None
 
 
 class ResultRing:
@@ -71,7 +75,8 @@ class ResultRing:
             event.record()
         else:
             host = fields
-        self._in_flight.append(_InFlight(outcome, host, event))
+        before = self._in_flight[-1].outcome.clock if self._in_flight else None
+        self._in_flight.append(_InFlight(outcome, host, event, before))
 
     def _pinned(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A pinned buffer of the value's form; made once, since pinning takes longer than a step may."""
@@ -91,7 +96,9 @@ class ResultRing:
             entry = self._in_flight.popleft()
             if entry.event is not None:
                 entry.event.synchronize()
-            landed.append(Landed(entry.outcome, _slot_results(entry), *entry.outcome.clock.intervals_ms()))
+            clock = entry.outcome.clock
+            wait_ms = clock.since_ms(entry.before) if entry.before is not None else None
+            landed.append(Landed(entry.outcome, _slot_results(entry), *clock.intervals_ms(), wait_ms))
             self._give_back(entry)
         return landed
 

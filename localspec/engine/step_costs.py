@@ -40,10 +40,12 @@ class Mean:
 
 @dataclass
 class StepCosts:
-    """Costs in one bucket of context lengths. `verify` by rows of the whole step; `draft` by method and depth."""
+    """Costs in one bucket of context lengths. `verify` by rows of the whole step; `draft` by method and depth; `wait`
+    by rows: what the device waits for the host before a step."""
 
     verify: dict[int, Mean] = field(default_factory=dict)
     draft: dict[Arm, Mean] = field(default_factory=dict)
+    wait: dict[int, Mean] = field(default_factory=dict)
 
     def verify_curve(self) -> list[float]:
         """Milliseconds to verify 0, 1, ... MAX_ROWS rows: on the line between the nearest measured ones, never falling;
@@ -53,6 +55,10 @@ class StepCosts:
         if not known:
             return []
         return _line([(0, known[0][1]), *known], MAX_ROWS, flat_end=True)
+
+    def wait_ms(self, rows: int) -> float:
+        """Before a step of so many rows, or as many as were measured; 0 where none were."""
+        return self.wait[min(self.wait, key=lambda known: abs(known - rows))].value if self.wait else 0.0
 
     def draft_curve(self, method: str) -> list[float]:
         """Milliseconds to draft to depth 0, 1, ... MAX_ROWS - 1; empty if this method was never measured."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from localspec.core.records import MAX_ROWS
 from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt, Prices
-from localspec.engine.step_costs import OFF, Arm, Mean
+from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import Policy, RecentText, in_question
 from localspec.engine.tuner_work import Hearing, Kept, TunerSettings, Work
 from localspec.scheduler.sequence import Sequence
@@ -155,15 +155,17 @@ class Tuner:
         """Whether the text of a sequence repeats itself at its last known token."""
         (self._echoing.add if is_echo else self._echoing.discard)(sequence.id)
 
-    def see_step(self, context_tokens: int, rows: int, arms: Words[Arm], draft_ms: float, verify_ms: float) -> None:
-        """A step of `rows` rows in all took so long; `arms` of its sequences, with depth 0 where none was drafted."""
-        learnt = self.learnt
-        learnt.steps += 1
-        costs = self.known.costs_of(context_tokens // CONTEXT_BUCKET_TOKENS)
-        costs.verify.setdefault(rows, Mean()).see(verify_ms, learnt.steps)
-        drafting = {arm for arm in arms if arm[1]}
-        if len(drafting) == 1:
-            costs.draft.setdefault(drafting.pop(), Mean()).see(draft_ms, learnt.steps)
+    def see_step(
+        self,
+        context_tokens: int,
+        rows: int,
+        arms: Words[Arm],
+        draft_ms: float,
+        verify_ms: float,
+        wait_ms: float | None = None,
+    ) -> None:
+        """See `Knowledge.see_step`."""
+        self.known.see_step(context_tokens, rows, arms, (draft_ms, verify_ms, wait_ms))
 
     def by_hand(self, drafter: str, depth: int | None) -> Arm:
         """A wish, as deep as the method can draft."""

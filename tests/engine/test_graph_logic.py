@@ -171,6 +171,24 @@ def test_replays_do_what_calls_do(folder: Path, plain: Assembled, patient: Assem
     assert 0 < CpuGraphStep.captures < 120, "nothing was replayed"
 
 
+def test_what_the_device_waits_for_the_host_is_known_of_steps_in_a_row(folder: Path, patient: Assembled) -> None:
+    landed: list[float | None] = []
+    see_step = patient.tuner.see_step
+
+    def see(*arguments: Any) -> None:
+        landed.append(arguments[-1])
+        see_step(*arguments)
+
+    patient.tuner.see_step = see  # type: ignore[method-assign]
+    compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
+    for _ in range(2):
+        run(patient, compiler, "off", 0, rules=(0,))
+    unknown = [place for place, wait_ms in enumerate(landed) if wait_ms is None]
+    assert len(unknown) == 2 and unknown[0] == 0, "the first step of an answer follows none"
+    assert all(wait_ms >= 0.0 for wait_ms in landed if wait_ms is not None)
+    assert patient.tuner.learnt.costs[0].wait[1].count == len(landed) - 2
+
+
 def test_captures_that_are_given_up_are_made_again(
     folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

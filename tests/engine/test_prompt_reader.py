@@ -28,6 +28,9 @@ class Clock:
     def intervals_ms(self) -> tuple[float, float]:
         return self.ms, 0.0
 
+    def since_ms(self, before: Clock) -> float:
+        raise AssertionError("parts of a prompt are no steps in a row")
+
 
 class Reading:
     def __init__(self, plan: PrefillPlan) -> None:

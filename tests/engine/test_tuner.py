@@ -215,6 +215,25 @@ def test_quick_steps_are_decided_about_seldom(step_ms: float, fewest: int, most:
     assert fewest <= len(decided) <= most
 
 
+def test_a_host_that_the_device_waits_for_makes_drafting_worth_more() -> None:
+    """The device's own times, and what passes between two steps: a small model on a fast card is bound by the host."""
+    choices = {}
+    for waits in (False, True):
+        tuner, sequence = Tuner({"mtp": 3}, fixed_rows=True), Sequence(1, request())
+        random_numbers, drafted = random.Random(3), 0
+        for at in range(600):
+            method, depth = tuner.choose(sequence, 1)
+            stood = next((n for n in range(depth) if random_numbers.random() > 0.6), depth)
+            tuner.see_window(sequence, 1, (method, depth), (method,) * depth, stood)
+            device_ms = (0.9 * depth, 1.0 + 0.02 * depth)
+            whole_ms = max(3.0, sum(device_ms))
+            wait_ms = whole_ms - sum(device_ms) if waits and at else None
+            tuner.see_step(at, 1 + depth, [(method, depth)], *device_ms, wait_ms)
+            drafted += depth > 0 and at >= 300
+        choices[waits] = drafted
+    assert choices[True] > 250 > 100 > choices[False]
+
+
 def test_settings_are_kept() -> None:
     assert Tuner({}, TunerSettings(margin=0.5)).settings.margin == 0.5
     assert Tuner({}).choose(Sequence(1, request()), 1) == OFF
