@@ -89,8 +89,10 @@ def drafter_ids(config: Settings) -> list[str]:
 
 
 def known_id(config: Settings, name: str) -> str:
-    """The id behind an alias, an address or a drafter's name; any other name stands for itself."""
+    """The id behind an alias, an address or a drafter's name; any other name stands for itself, and so does an address
+    that the model of this id did not come from."""
     from localspec.hub.catalogue import find_drafter
+    from localspec.hub.local import other_source
     from localspec.hub.records import HubError
 
     if name in installed_ids(config) or name in drafter_ids(config):
@@ -100,9 +102,10 @@ def known_id(config: Settings, name: str) -> str:
     if drafter is not None:
         return f"{drafter[0].id}.{drafter[1]}"
     try:
-        return known.find(name).id
+        entry = known.find(name)
     except HubError:
         return name
+    return name if other_source(config.paths.data_dir, entry) is not None else entry.id
 
 
 def _ids_in(folder: Path) -> list[str]:

@@ -22,6 +22,7 @@ from localspec.hub.catalogue import (
     with_drafter,
 )
 from localspec.hub.install import LocalFile, NewModel, install
+from localspec.hub.local import other_source
 from localspec.hub.meter import ProgressMeter
 from localspec.hub.parts import holds_mtp
 from localspec.hub.pull import drafters_directory, pull
@@ -55,13 +56,20 @@ def get(
 ) -> tuple[PullResult, ...]:
     """Pulls what was wished for; the model first, then its drafters.
 
-    Raises HubError when the model, or a drafter that was asked for by name, cannot be had. A drafter that nobody named
+    Raises HubError when the model, or a drafter that was asked for by name, cannot be had, or when another model of
+    the same name is installed. A drafter that nobody named
     is left out with a note: the model answers the same without it.
     """
     known = find_drafter(catalogue, wish.name)
     if known is not None:
         return (_get_drafter(catalogue, known[0], known[1], wish, data_dir, settings, progress),)
     model = catalogue.find(wish.name)
+    other = other_source(data_dir, model)
+    if other is not None and not wish.force:
+        raise HubError(
+            f"another model is installed as {model.id}, from {other}; remove it with: localspec rm {model.id}, or "
+            "replace it with --force"
+        )
     for text in wish.drafters:
         kind, _, repo = text.partition("=")
         if repo:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.hub import layout
+from localspec.hub.catalogue import ModelEntry
 from localspec.hub.layout import Manifest
 from localspec.hub.pins import PINS_NAME
 from localspec.hub.records import HubError
@@ -21,6 +22,26 @@ from localspec.storage.files import exclusive_lock
 
 # A build that is running touches its folder; older ones belong to a process that is gone.
 STALE_AFTER_S = 3600.0
+
+
+def other_source(data_dir: Path, entry: ModelEntry) -> str | None:
+    """Where the installed model of the entry's id came from, if not from the hub address that the entry was made of.
+
+    Repositories of two owners may have one name. None where it is from there, not installed, damaged, or the entry is
+    one of the catalogue.
+    """
+    folder = data_dir / "models" / entry.id
+    if (
+        entry.base is None
+        or entry.title.partition(":")[0] != entry.base
+        or not (folder / layout.MANIFEST_NAME).is_file()
+    ):
+        return None
+    try:
+        source = layout.read_manifest(folder).source
+    except HubError:
+        return None
+    return None if source.casefold().startswith(f"{entry.base}@".casefold()) else source
 
 
 @dataclass(frozen=True)

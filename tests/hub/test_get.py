@@ -13,6 +13,8 @@ from hub_fake_server import COMMIT, FakeHub, Fault, cache_file, running
 from hub_gguf_samples import SampleModel, write_model
 from safetensors.numpy import load_file, save
 
+from localspec.commands.common import known_id
+from localspec.config import load_settings
 from localspec.hub import layout, tensor_pull
 from localspec.hub.catalogue import Catalogue, DrafterEntry, HubSource, ModelEntry, find_drafter, load_catalogue
 from localspec.hub.get import Wish, get
@@ -290,6 +292,29 @@ def test_update_replaces_only_what_is_newer(export: FakeHub, tmp_path: Path) -> 
     assert not newer.already_installed and "d" * 40 in newer.source
     assert export.body_bytes_of("model-00002-of-00003.safetensors") == 0  # unchanged, taken from the old folder
     assert (Path(newer.directory) / "model-00001-of-00003.safetensors").read_bytes() == changed
+    assert verify(tmp_path, "export") == ()
+
+
+def test_a_repository_of_the_same_name_is_another_model(
+    export: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = sharded(EXPORT)
+    files["tokenizer.json"] = b'{"version": "2.0"}'
+    other = FakeHub(repo="bob/Export", files=files, lfs={name for name in files if name.endswith("safetensors")})
+    export.others = [other]
+    settings, empty = settings_of(export), Catalogue(())
+    (first,) = get(empty, Wish("acme/export", ("none",)), tmp_path, settings)
+    # Hubs tell no capitals apart.
+    assert get(empty, Wish("Acme/Export", ("none",)), tmp_path, settings)[0].already_installed
+    with pytest.raises(HubError, match="another model is installed as export, from acme/export@"):
+        get(empty, Wish("bob/Export", ("none",)), tmp_path, settings)
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path))
+    # Neither is it run, shown or removed for the other one.
+    assert known_id(load_settings(), "acme/export") == "export"
+    assert known_id(load_settings(), "bob/Export") == "bob/Export"
+    (second,) = get(empty, Wish("bob/Export", ("none",), force=True), tmp_path, settings)
+    assert second.directory == first.directory and "bob/Export@" in second.source
+    assert (Path(second.directory) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
     assert verify(tmp_path, "export") == ()
 
 
