@@ -13,6 +13,7 @@ from localspec.hub import layout, support
 from localspec.hub.catalogue import DEFAULT_INCLUDE, id_from_name
 from localspec.hub.install import CONVERTED_SIZE_FACTOR, LocalFile, NewModel, install
 from localspec.hub.meter import ProgressMeter
+from localspec.hub.parts import files_of_text
 from localspec.hub.records import (
     EXIT_MACHINE_CANNOT,
     HubError,
@@ -66,8 +67,28 @@ def _checkpoint_files(folder: Path) -> list[LocalFile]:
     reason = support.why_unsupported(layout.read_json(config), support.supported_model_types())
     if reason is not None:
         raise HubError(f"{folder} cannot be imported: {reason}")
+    _refuse_missing(folder)
     return [
         LocalFile(path.name, path.resolve(), None, "copied")
         for path in sorted(folder.iterdir())
         if path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in DEFAULT_INCLUDE)
     ]
+
+
+def _refuse_missing(folder: Path) -> None:
+    """An index names what a download that was cut short lacks: said before the rest is copied.
+
+    One of which nothing is there is left over from another form of the model.
+    """
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        wanted = files_of_text(_weight_map(index))
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+        if 0 < len(missing) < len(wanted):
+            raise HubError(f"{folder} lacks {missing[0]}, which its index names; fetch the missing files first")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file of an index; empty where it names none."""
+    weight_map = layout.read_json(index).get("weight_map")
+    named = weight_map.items() if isinstance(weight_map, dict) else ()
+    return {name: file for name, file in named if isinstance(file, str)}

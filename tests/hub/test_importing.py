@@ -56,6 +56,24 @@ def test_checkpoint_folder_is_copied(tmp_path: Path) -> None:
     assert verify(tmp_path / "data", result.model_id) == ()
 
 
+def test_a_download_that_was_cut_short_is_not_copied(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "cut")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    index = {"weight_map": {"w": names[0], "model.layers.9.w": names[1], "model.visual.w": names[2]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(HubError, match=r"lacks model-00002-of-00003\.safetensors, which its index names"):
+        import_path(folder, tmp_path / "data")
+    assert list_installed(tmp_path / "data") == ()
+    # What holds vision only is not needed, and an index of other files means nothing.
+    save_file({"model.layers.9.w": np.ones(4, np.float32)}, folder / names[1])
+    import_path(folder, tmp_path / "data", model_id="whole")
+    for name in names[:2]:
+        (folder / name).unlink()
+    save_file({"w": np.ones(4, np.float32)}, folder / "model.safetensors")
+    import_path(folder, tmp_path / "data", model_id="other")
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
     with pytest.raises(HubError, match=r"does not exist; give a \.gguf file"):
