@@ -185,6 +185,8 @@ def _adapt_one(
     result: dict[str, Any] = {"drafter": name, "answers": len(answers)}
     try:
         found = adapt_drafter(name.rpartition(".")[2], folder, target, store, wanted, report)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"{device} has too little memory to train for {place.id}; take --device cpu") from None
     except ValueError as error:
         if options["method"]:
             raise

@@ -257,3 +257,15 @@ def test_no_file_holds_the_answers_while_they_are_learnt(home: Path, monkeypatch
     code, text = invoke(adapt, *ADAPT)
     assert code == 0, text
     assert len(seen) > 4 and set(seen) == {0}
+
+
+def test_a_card_that_is_too_small_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_drafters(home, "eagle3")
+    talk(home, 30)
+
+    def full(self: Trainer, step: int) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Trainer, "_backward", full)
+    code, text = invoke(adapt, *ADAPT)
+    assert code == 1 and "cpu has too little memory to train for tiny" in text
