@@ -38,8 +38,8 @@ def weight(tensors: Mapping[str, Tensor], name: str, quantisation: Mapping[str, 
     if scale.dtype == torch.uint8:
         return mxfp4(name, codes, scale)
     global_scale = tensors[f"{name}_global_scale"].float()
-    if not bool((global_scale > 0).all()):
-        raise ValueError(f"{name}_global_scale is not positive, so it has no reciprocal")
+    if not bool(((global_scale > 0) & global_scale.isfinite()).all()):
+        raise ValueError(f"{name}_global_scale is not positive and finite, so it has no reciprocal")
     return nvfp4(name, codes, scale, 1.0 / global_scale)
 
 

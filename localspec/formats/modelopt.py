@@ -46,6 +46,8 @@ def weight(tensors: Mapping[str, Tensor], name: str, quantisation: Mapping[str, 
     columns = tensors[f"{module}.pre_quant_scale"].float()
     if columns.numel() != found.shape[1]:
         raise ValueError(f"{module}.pre_quant_scale has {columns.numel()} values for {found.shape[1]} columns")
+    if not bool(columns.isfinite().all()):
+        raise ValueError(f"{module}.pre_quant_scale holds a value that is no finite number")
     return DenseWeight(found.dequantise() * columns.reshape(-1))
 
 

@@ -153,6 +153,15 @@ def test_compressed_tensors_global_scale_is_a_reciprocal(tmp_path: Path) -> None
     checkpoint.finish()
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_global_scale_without_a_reciprocal_is_refused(scale: float, tmp_path: Path) -> None:
+    """Of an infinite one it would be zero, and so would every weight."""
+    codes, scales, _ = _nvfp4()
+    tensors = {f"{NAME}_packed": codes, f"{NAME}_scale": scales, f"{NAME}_global_scale": torch.tensor([scale])}
+    with pytest.raises(ValueError, match="has no reciprocal"):
+        _open(tmp_path, tensors, _compressed("nvfp4-pack-quantized")).weight(NAME)
+
+
 def _compressed(*formats: str, kind: str = "float") -> dict[str, Any]:
     groups = {
         f"group_{index}": {"format": each, "targets": ["Linear"], "weights": {"num_bits": 4, "type": kind}}
@@ -229,6 +238,7 @@ def test_settings_that_cannot_be_honoured_are_named(tmp_path: Path, quantisation
         ({NAME: torch.zeros(N, K)}, "e4m3 is needed"),
         ({f"{MODULE}.svdquant_lora_a": torch.ones(2, 2)}, "low-rank"),
         ({f"{MODULE}.pre_quant_scale": torch.ones(3)}, "3 values for 64 columns"),
+        ({f"{MODULE}.pre_quant_scale": torch.full((K,), float("inf"))}, "no finite number"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
