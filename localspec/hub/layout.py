@@ -159,6 +159,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "notes": list(manifest.notes),
         "files": files,
     }
+    # One that came with the model may be a link to a file outside.
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
     write_json(directory / MANIFEST_NAME, document)
 
 

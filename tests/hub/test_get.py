@@ -239,6 +239,18 @@ def test_the_block_from_the_hub_cache_offline(export: FakeHub, base: FakeHub, tm
     assert base.log == [] and export.log == []
 
 
+def test_the_hub_cache_is_never_written_to(export: FakeHub, tmp_path: Path) -> None:
+    """A repository may hold a manifest of ours: folders of installed models are uploaded as they are."""
+    export.files["localspec.json"] = b'{"model_id": "another"}'
+    for name, data in export.files.items():
+        cache_file(tmp_path / "cache", name, data, name in export.lfs, "acme/export")
+    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("blobs/*")}
+    settings = replace(settings_of(export), hub_cache_dir=str(tmp_path / "cache"))
+    (result,) = get(WITH_BASE, Wish("export", ("none",), offline=True), tmp_path, settings)
+    assert {path: path.read_bytes() for path in before} == before
+    assert layout.read_manifest(Path(result.directory)).model_id == "export"
+
+
 def test_drafters_by_name_and_by_choice(export: FakeHub, base: FakeHub, tmp_path: Path) -> None:
     chosen = FakeHub(repo="acme/dflash", files={"config.json": b"{}", "model.safetensors": save(shard("w"))})
     export.others += [chosen]
