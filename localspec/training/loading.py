@@ -35,6 +35,12 @@ def load_drafter(kind: str, folder: Path, target: Target) -> tuple[TrainableDraf
     try:
         made = _make(kind, config, checkpoint, target)
         _fill(made, checkpoint)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Sizes of another target.
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"the drafter in {folder} does not fit the target ({first})") from error
     finally:
         checkpoint.close()
     return made, form
@@ -65,8 +71,8 @@ def _make(kind: str, config: Mapping[str, Any], checkpoint: FolderCheckpoint, ta
     elif checkpoint.has("d2t"):
         offsets = checkpoint.vector("d2t").to(torch.int64)
         ids = offsets + torch.arange(offsets.shape[0])
-    if ids is not None and not bool(((ids >= 0) & (ids < target.vocab_size)).all()):
-        raise ValueError(f"the draft's ids lead beyond the target's vocabulary of {target.vocab_size}")
+    if ids is not None and not (ids.numel() and bool(((ids >= 0) & (ids < target.vocab_size)).all())):
+        raise ValueError(f"the draft's ids are none or lead beyond the target's vocabulary of {target.vocab_size}")
     vocabulary = DraftVocabulary(ids, target.vocab_size)
     if kind == "eagle3":
         return TrainableEagle3(config, target, vocabulary, 0)

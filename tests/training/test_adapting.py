@@ -49,6 +49,16 @@ def test_what_does_not_fit_is_refused(target: TinyTarget, tmp_path: Path) -> Non
         load_drafter("dflash", tmp_path, narrow)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_sizes_of_another_target_are_refused(kind: str, target: TinyTarget, tmp_path: Path) -> None:
+    made = drafter(kind, target, range(0, 140, 2))
+    layer = made.config.get("transformer_layer_config", made.config)
+    layer["hidden_size"] += 8
+    export(made, tmp_path)
+    with pytest.raises(ValueError, match=r"fit|target"):
+        load_drafter(kind, tmp_path, target.dense)
+
+
 def test_text_of_the_user_is_learnt(target: TinyTarget, tmp_path: Path) -> None:
     export(drafter("dspark", target, range(149)), tmp_path / "drafter", "nvfp4")
     store = AnswerStore(tmp_path / "answers")
