@@ -18,7 +18,7 @@ from localspec.engine.confidence import RowBudget
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt, Prices
 from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import Policy, RecentText, in_question
-from localspec.engine.tuner_work import Hearing, Kept, TunerSettings, Work
+from localspec.engine.tuner_work import Hearing, Kept, TunerSettings, Work, best_by_method
 from localspec.scheduler.sequence import Sequence
 
 __all__ = ["CONTEXT_BUCKET_TOKENS", "ECHO", "OFF", "Arm", "Hearing", "Tuner", "TunerSettings", "Work"]
@@ -209,7 +209,7 @@ class Tuner:
         for phase, active in self.work:
             for bucket in sorted(self.learnt.costs):
                 rated = sorted(self.known.rates(phase, active, bucket).items(), key=lambda item: -item[1])
-                told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in _best_by_method(rated))
+                told = ", ".join(f"{m} {d}: {rate * 1e3:.1f} tok/s" for (m, d), rate in best_by_method(rated))
                 lines.append(f"{phase}, {active} active, context from {bucket * CONTEXT_BUCKET_TOKENS}: {told}")
         return lines
 
@@ -253,12 +253,17 @@ class Tuner:
             if self._listens_on(work.hearing, phase):
                 return
             work.heard_at[work.hearing.arm[0]] = work.step
-            work.hearing, work.alarmed = None, True
-        interval = max(self.settings.decide_every_steps, work.paid_every_steps)
+            work.alarmed |= work.hearing.contends(work, self.known, phase, self.settings)
+            work.hearing = None
+        paid = work.paid_every_steps
+        if paid > self.settings.cheap_every_steps:
+            paid = min(paid, work.step // self.settings.settling)
+        interval = max(self.settings.decide_every_steps, paid)
         if not work.alarmed and work.step - work.decided_at < interval:
             return
         work.alarmed, work.decided_at = False, work.step
         prices = self.known.prices(phase, num_active, bucket)
+        work.costs = prices.costs
         if prices.costs:
             paid_ms = self.settings.decision_ms / self.settings.decision_share
             work.paid_every_steps = math.ceil(paid_ms / prices.costs[OFF])
@@ -390,10 +395,3 @@ class Tuner:
                         self.known.acceptance_of(method, phase).doubt()
                 soon = work.step - self.settings.longest_interval_steps + 4
                 work.heard_at = {method: min(step, soon) for method, step in work.heard_at.items()}
-
-
-def _best_by_method(rated: list[tuple[Arm, float]]) -> list[tuple[Arm, float]]:
-    seen: dict[str, tuple[Arm, float]] = {}
-    for arm, rate in rated:
-        seen.setdefault(arm[0], (arm, rate))
-    return list(seen.values())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from localspec.engine.knowledge import Learnt
+from localspec.engine.knowledge import Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import RecentText
 
@@ -23,6 +24,10 @@ class TunerSettings:
     decision_ms: float = 1.5
     """Of the host, which may take no more than this share of the time: a small model's steps take a millisecond."""
     decision_share: float = 0.04
+    cheap_every_steps: int = 8
+    """Decisions that may be made so often are cheap."""
+    settling: int = 2
+    """While so many times a decision's interval is all that has passed, dear ones may cost more than their share."""
     hearing_windows: int = 1
     longest_hearing_steps: int = 6
     usual_hearing_steps: int = 3
@@ -32,6 +37,9 @@ class TunerSettings:
     longest_interval_steps: int = 64
     hopeless_interval_steps: int = 1024
     deepen_every_steps: int = 12
+    contending: float = 0.9
+    """Where decisions are dear, what was heard is decided about at once if it has so much of the rate of what is in
+    use."""
     suspicion: float = 0.15
     """From here on a hearing goes on: the method did better than it should have."""
 
@@ -43,6 +51,15 @@ class Hearing:
     arm: Arm
     left: int
     wanted: int
+
+    def contends(self, work: Work, known: Knowledge, phase: str, settings: TunerSettings) -> bool:
+        """Whether what was heard is to be decided about at once: where a decision costs next to nothing always, else if
+        it comes near the rate of what is in use."""
+        arms = self.arm, work.current
+        if work.paid_every_steps <= settings.cheap_every_steps or not set(arms) <= work.costs.keys():
+            return True
+        rate, own = (known.tokens(*arm, phase, work.num_active) / work.costs[arm] for arm in arms)
+        return rate > settings.contending * own
 
 
 @dataclass
@@ -60,6 +77,8 @@ class Work:
     heard_at: dict[str, int] = field(default_factory=dict)
     round_ids: set[int] = field(default_factory=set)
     num_active: int = 1
+    costs: dict[Arm, float] = field(default_factory=dict)
+    """Milliseconds of a step by choice, as of the last decision."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +88,11 @@ class Kept:
     learnt: Learnt
     work: dict[tuple[str, int], Work]
     recent: dict[tuple[str, int], RecentText]
+
+
+def best_by_method(rated: Sequence[tuple[Arm, float]]) -> list[tuple[Arm, float]]:
+    """The first of each method."""
+    seen: dict[str, tuple[Arm, float]] = {}
+    for arm, rate in rated:
+        seen.setdefault(arm[0], (arm, rate))
+    return list(seen.values())
