@@ -287,9 +287,8 @@ def _stream_blocks(
     W: gl.constexpr = D // 4 if FP8 else D
     mma_s: gl.constexpr = _mma_layout(BLOCK, 4, NW)
     mma_o: gl.constexpr = _mma_layout(W, NW, NW)
-    last_block = stop - 1
-    page_v = gl.load(table + gl.minimum(block + (DEPTH - 1), last_block) * BLOCK // PAGE)
-    page_k = gl.load(table + gl.minimum(block + DEPTH, last_block) * BLOCK // PAGE)
+    page_v = gl.load(table + gl.minimum(block + (DEPTH - 1), stop - 1) * BLOCK // PAGE)
+    page_k = gl.load(table + gl.minimum(block + DEPTH, stop - 1) * BLOCK // PAGE)
     async_copy.wait_group(DEPTH - 1)
     block_barrier()
     pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, mma_s))
@@ -297,15 +296,14 @@ def _stream_blocks(
     total = gl.zeros([min(W, 64), PAIRS], gl.float32, layout=mma_o)
     acc0 = gl.zeros([W, PAIRS], gl.float32, layout=mma_o)
     acc1 = acc0 if FP8 else 0
-    acc2 = acc1
-    acc3 = acc1
+    acc2, acc3 = acc1, acc1
     part0, part1, part2, part3 = acc0, acc1, acc2, acc3
     part_top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_o))
     part_total = gl.zeros([PAIRS], gl.float32, layout=gl.SliceLayout(0, mma_o))
     scores = _scores(k_ring.index(0), q_shared, BLOCK, PAIRS, D, FP8, ASM_KEYS, mma_s)
     at = 0
     for current in range(block, stop):
-        page_next = gl.load(table + gl.minimum(current + (DEPTH + 1), last_block) * BLOCK // PAGE)
+        page_next = gl.load(table + gl.minimum(current + (DEPTH + 1), stop - 1) * BLOCK // PAGE)
         key = current * BLOCK
         if (key < inner_first) | (key + BLOCK > inner_stop):
             scores = _hide_unseen(scores, begin_ptr, end_ptr, first_pair, key, pair, pairs, GROUP, BLOCK, mma_s)
@@ -338,8 +336,7 @@ def _stream_blocks(
                     PAIRS, D, W, FP8, mma_o,
                 )  # fmt: skip
                 part_top = gl.full([PAIRS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, mma_o))
-        page_v = page_k
-        page_k = page_next
+        page_v, page_k = page_k, page_next
 
 
 @gluon.jit(do_not_specialize=["num_rows", "table_stride", "max_parts", "programs", "least_tiles"])

@@ -97,6 +97,22 @@ def note_draft(
         tl.store(counts_ptr + slot, counts, mask=own | nobodys)
 
 
+@triton.jit
+def best_of_parts(values, places_of, parts, size, PARTS: tl.constexpr):
+    """A row's best token and its probability from what all parts found; the first of equals. Other programs wrote it,
+    hence past the L1 cache."""
+    each = tl.arange(0, PARTS)
+    known = each < parts
+    tops = tl.load(values + each, mask=known, other=-float("inf"), cache_modifier=".cg")
+    sums = tl.load(values + PARTS + each, mask=known, other=0.0, cache_modifier=".cg")
+    places = tl.load(places_of + each, mask=known, other=0, cache_modifier=".cg")
+    tokens = tl.load(places_of + PARTS + each, mask=known, other=0, cache_modifier=".cg")
+    top = tl.max(tops, axis=0)
+    first = tl.min(tl.where(known & (tops == top), places, size), axis=0)
+    token = tl.sum(tl.where(known & (places == first), tokens, 0), axis=0).to(tl.int64)
+    return token, 1.0 / tl.sum(sums * tl.exp(tops - top), axis=0)
+
+
 @triton.jit(do_not_specialize=["stride", "num_slots", "draft_width", "num_columns", "column", "first_slot"])
 def best_tokens_kernel(
     logits_ptr, divisor_ptr, ids_ptr, partial_ptr, partial_place_ptr, tickets_ptr, tokens_ptr, certainty_ptr,
@@ -141,17 +157,7 @@ def best_tokens_kernel(
     arrived = tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == parts - 1:
         tl.store(tickets_ptr + row, 0)
-        each = tl.arange(0, PARTS)
-        known = each < parts
-        # Other programs wrote these, hence past the L1 cache.
-        tops = tl.load(values + each, mask=known, other=-float("inf"), cache_modifier=".cg")
-        sums = tl.load(values + PARTS + each, mask=known, other=0.0, cache_modifier=".cg")
-        places = tl.load(places_of + each, mask=known, other=0, cache_modifier=".cg")
-        tokens = tl.load(places_of + PARTS + each, mask=known, other=0, cache_modifier=".cg")
-        top = tl.max(tops, axis=0)
-        first = tl.min(tl.where(known & (tops == top), places, size), axis=0)
-        token = tl.sum(tl.where(known & (places == first), tokens, 0), axis=0).to(tl.int64)
-        certainty = 1.0 / tl.sum(sums * tl.exp(tops - top), axis=0)
+        token, certainty = best_of_parts(values, places_of, parts, size, PARTS)
         tl.store(tokens_ptr + row, token)
         tl.store(certainty_ptr + row, certainty)
         if NOTED:

@@ -99,14 +99,18 @@ def _load_partial(partial_ptr, slot, offsets, mask, SIZE: gl.constexpr):
 
 @gluon.jit
 def _add_partials(acc, partial_ptr, first, last, offsets, mask, BN: gl.constexpr, MP: gl.constexpr):
-    """acc + the partials of blocks first..last in block order. Four loads travel together: one round trip a four."""
+    """acc + the partials of blocks first..last in block order. As many loads travel together as registers allow: with 8
+    rows a tile's usual seven blocks take one round trip.
+    """
     SIZE: gl.constexpr = BN * MP
-    for block in range(first, last + 1, 4):
-        p0 = _load_partial(partial_ptr, block, offsets, mask, SIZE)
-        p1 = _load_partial(partial_ptr, block + 1, offsets, mask & (block + 1 <= last), SIZE)
-        p2 = _load_partial(partial_ptr, block + 2, offsets, mask & (block + 2 <= last), SIZE)
-        p3 = _load_partial(partial_ptr, block + 3, offsets, mask & (block + 3 <= last), SIZE)
-        acc = (((acc + p0) + p1) + p2) + p3
+    COUNT: gl.constexpr = 7 if MP == 8 else 4
+    for block in range(first, last + 1, COUNT):
+        partials = ()
+        for ahead in gl.static_range(COUNT):
+            partial = _load_partial(partial_ptr, block + ahead, offsets, mask & (block + ahead <= last), SIZE)
+            partials = partials + (partial,)  # type: ignore[assignment]  # noqa: RUF005
+        for ahead in gl.static_range(COUNT):
+            acc = acc + partials[ahead]
     return acc
 
 
