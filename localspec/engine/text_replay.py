@@ -242,15 +242,17 @@ class _Tally:
         self.sums = [total + sign * count for total, count in zip(self.sums, counts, strict=True)]
 
 
-def in_question(rates: Mapping[Arm, float], current: Arm) -> list[Arm]:
+def in_question(rates: Mapping[Arm, float], current: Arm, most: int | None = None) -> list[Arm]:
     """Plain, what is in use, every depth of a method that copies, and of the others the best. Behind copies only those
-    two of the others that do best alone: each choice costs a walk over the text."""
+    two of the others that do best alone: each choice costs a walk over the text. most: beside plain and what is in use,
+    those of the best rates; None: all."""
     alone = {method for method, depth in rates if depth and "+" not in method and method not in COPYING}
     best = {method: max((arm for arm in rates if arm[0] == method), key=lambda arm: rates[arm]) for method in alone}
     behind = COPYING | set(sorted(alone, key=lambda method: -rates[best[method]])[:KEPT_BEHIND_COPIES])
-    found = {arm for arm in (OFF, current) if arm in rates} | set(best.values())
+    found = set(best.values())
     for arm in rates:
         first, _, second = arm[0].partition("+")
         if first in COPYING and (not second or second in behind):
             found.add(arm)
-    return sorted(found)
+    kept = sorted(found, key=lambda arm: -rates[arm])[:most]
+    return sorted({arm for arm in (OFF, current) if arm in rates} | set(kept))

@@ -256,7 +256,7 @@ class Tuner:
             work.alarmed |= work.hearing.contends(work, self.known, phase, self.settings)
             work.hearing = None
         paid = work.paid_every_steps
-        if paid > self.settings.cheap_every_steps:
+        if work.is_dear:
             paid = min(paid, work.step // self.settings.settling)
         interval = max(self.settings.decide_every_steps, paid)
         if not work.alarmed and work.step - work.decided_at < interval:
@@ -295,7 +295,7 @@ class Tuner:
             return self.known.tokens(method, depth, usual_phase, num_active)
 
         policies = {current, Policy(OFF, OFF)}
-        for arm in in_question(rates, work.current):
+        for arm in in_question(rates, work.current, self.settings.choices_when_dear if work.is_dear else None):
             if num_active > 1 or "+" in arm[0] or text.is_enough(phase != ECHO):
                 policies.add(Policy(arm, arm))
             if num_active == 1:

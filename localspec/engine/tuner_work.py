@@ -9,6 +9,9 @@ from localspec.engine.knowledge import Knowledge, Learnt
 from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import RecentText
 
+CHEAP_EVERY_STEPS = 8
+"""Decisions that may be made so often are cheap."""
+
 
 @dataclass(frozen=True)
 class TunerSettings:
@@ -24,8 +27,8 @@ class TunerSettings:
     decision_ms: float = 1.5
     """Of the host, which may take no more than this share of the time: a small model's steps take a millisecond."""
     decision_share: float = 0.04
-    cheap_every_steps: int = 8
-    """Decisions that may be made so often are cheap."""
+    choices_when_dear: int = 5
+    """That are gone through the text with where decisions are dear: each takes the host a microsecond a token."""
     settling: int = 2
     """While so many times a decision's interval is all that has passed, dear ones may cost more than their share."""
     hearing_windows: int = 1
@@ -56,7 +59,7 @@ class Hearing:
         """Whether what was heard is to be decided about at once: where a decision costs next to nothing always, else if
         it comes near the rate of what is in use."""
         arms = self.arm, work.current
-        if work.paid_every_steps <= settings.cheap_every_steps or not set(arms) <= work.costs.keys():
+        if not work.is_dear or not set(arms) <= work.costs.keys():
             return True
         rate, own = (known.tokens(*arm, phase, work.num_active) / work.costs[arm] for arm in arms)
         return rate > settings.contending * own
@@ -79,6 +82,11 @@ class Work:
     num_active: int = 1
     costs: dict[Arm, float] = field(default_factory=dict)
     """Milliseconds of a step by choice, as of the last decision."""
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether a decision takes the host long beside a step."""
+        return self.paid_every_steps > CHEAP_EVERY_STEPS
 
 
 @dataclass(frozen=True)
