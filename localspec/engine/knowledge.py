@@ -7,12 +7,13 @@ told from its parts: the first speaks in a share of the windows, the second in t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from localspec.core.records import MAX_ROWS
 from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Speech
-from localspec.engine.step_costs import OFF, Arm, Mean, StepCosts, graph_rows
+from localspec.engine.step_costs import LEAST_MS, OFF, Arm, Mean, StepCosts, graph_rows
 
 CONTEXT_BUCKET_TOKENS = 4096
 COPYING = frozenset(("ngram", "ngram_disk"))
@@ -60,9 +61,9 @@ class Knowledge:
     def see_ahead(self, arm: Arm, rows: int, draft_ms: float, verify_ms: float) -> None:
         """A step that no request asked for took so long; what steps of requests took stands."""
         for costs in (self.ahead, self.costs_of(0)):
-            costs.verify.setdefault(rows, Mean(verify_ms, AHEAD_COUNT))
+            costs.verify.setdefault(rows, Mean(max(verify_ms, LEAST_MS), AHEAD_COUNT))
             if arm[1]:
-                costs.draft.setdefault(arm, Mean(draft_ms, AHEAD_COUNT))
+                costs.draft.setdefault(arm, Mean(max(draft_ms, LEAST_MS), AHEAD_COUNT))
 
     def see_step(
         self, context_tokens: int, rows: int, arms: Sequence[Arm], ms: tuple[float, float, float | None]
@@ -70,10 +71,12 @@ class Knowledge:
         """A step of `rows` rows in all took so long to draft and to verify, and waited so long for the host if that is
         known; `arms` of its sequences, with depth 0 where none was drafted."""
         draft_ms, verify_ms, wait_ms = ms
+        if not (math.isfinite(draft_ms) and math.isfinite(verify_ms)):
+            return
         self.learnt.steps += 1
         costs, number = self.costs_of(context_tokens // CONTEXT_BUCKET_TOKENS), self.learnt.steps
         costs.verify.setdefault(rows, Mean()).see(verify_ms, number)
-        if wait_ms is not None:
+        if wait_ms is not None and math.isfinite(wait_ms):
             costs.wait.setdefault(rows, Mean()).see(wait_ms, number)
         drafting = {arm for arm in arms if arm[1]}
         if len(drafting) == 1:
@@ -92,7 +95,7 @@ class Knowledge:
         if speaker is None:
             return False
         if not self.fixed_rows and parts[0] in COPYING:
-            self.learnt.drafted.setdefault((method, phase), Mean()).see(float(len(drafted_by)), 0)
+            self.learnt.drafted.setdefault((method, phase), Mean()).average(float(len(drafted_by)), 0)
         spoken = sum(1 for origin in drafted_by if _part_of(parts, origin) == speaker)
         is_first = speaker == parts[0]
         changed = False

@@ -14,6 +14,8 @@ from localspec.core.records import GRAPH_ROWS, MAX_ROWS
 SMOOTHING = 0.05
 OUTLIER = 3.0
 """A step this many times as long as its like (a first run, another program) counts as so long at most."""
+LEAST_MS = 1e-3
+"""No time counts as less: a clock hardly tells it from none, and to a mean of 0 every time would be an outlier."""
 Arm = tuple[str, int]
 OFF: Arm = ("off", 0)
 
@@ -27,14 +29,20 @@ class Mean:
     seen_at: int | None = None
     """Number of the engine's step that was measured last, in this run."""
 
-    def see(self, value: float, step: int) -> None:
+    def see(self, value_ms: float, step: int) -> None:
+        """A finite time, of which some may be outliers."""
+        value_ms = max(value_ms, LEAST_MS)
+        if self.count > 1:
+            value_ms = min(value_ms, OUTLIER * self.value)
+        elif self.count == 1:
+            # The first time may hold a compilation.
+            self.value = min(self.value, OUTLIER * value_ms)
+        self.average(value_ms, step)
+
+    def average(self, value: float, step: int) -> None:
+        """An amount that may be 0, and has no outliers."""
         self.count += 1
         self.seen_at = step
-        if self.count > 2:
-            value = min(value, OUTLIER * self.value)
-        elif self.count == 2:
-            # The first time may hold a compilation.
-            self.value = min(self.value, OUTLIER * value)
         self.value += max(SMOOTHING, 1.0 / self.count) * (value - self.value)
 
 

@@ -21,7 +21,7 @@ from localspec.api.types import EngineError
 from localspec.core.records import MAX_ROWS
 from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Counts, Speech
 from localspec.engine.knowledge import COPYING
-from localspec.engine.step_costs import Mean
+from localspec.engine.step_costs import LEAST_MS, Mean
 from localspec.engine.tuner import Tuner, Work
 
 log = logging.getLogger(__name__)
@@ -127,9 +127,9 @@ def fill(tuner: Tuner, document: Mapping[str, Any]) -> None:
             state.drafted[method, phase] = Mean(drafts, count)
     for bucket, verify, draft in document["costs"]:
         table = tuner.known.costs_of(bucket)
-        table.verify.update({rows: Mean(ms, count) for rows, ms, count in verify})
+        table.verify.update({rows: Mean(max(ms, LEAST_MS), count) for rows, ms, count in verify})
         table.draft.update(
-            {(method, depth): Mean(ms, count) for method, depth, ms, count in draft if method in methods}
+            {(method, depth): Mean(max(ms, LEAST_MS), count) for method, depth, ms, count in draft if method in methods}
         )
     for phase, active, (method, depth) in document["work"]:
         if method in methods and depth <= tuner.depth_limits.get(method, 0):

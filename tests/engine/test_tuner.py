@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import mean
 
@@ -10,6 +11,7 @@ import pytest
 from localspec.api.types import Sampling
 from localspec.core.records import Request
 from localspec.engine.acceptance import Acceptance
+from localspec.engine.knowledge import Knowledge
 from localspec.engine.step_costs import OUTLIER, Mean, StepCosts
 from localspec.engine.tuner import OFF, Arm, Tuner, TunerSettings
 from localspec.scheduler.sequence import Sequence
@@ -190,6 +192,29 @@ def test_a_choice_whose_first_step_was_captured_is_not_written_off() -> None:
     assert costs.draft_curve("mtp")[5] < 5.0
     costs.draft["mtp", 5].see(2.5, 2)
     assert costs.draft_curve("mtp")[5] < 8.0
+
+
+def test_times_and_counts_of_nothing_do_not_stay() -> None:
+    """A device that waited for nothing once, and a copying method that had nothing to say at first."""
+    knowledge = Knowledge({"ngram": 7})
+    for step in range(400):
+        knowledge.see_step(0, 1, [OFF], (0.0, 1.0, 0.0 if step < 3 else 2.0))
+        knowledge.see_window(("ngram", 7), "answer", ("ngram",) * (0 if step % 5 else 5), 0)
+    assert knowledge.learnt.costs[0].wait[1].value == pytest.approx(2.0, rel=0.01)
+    assert knowledge.learnt.drafted["ngram", "answer"].value == pytest.approx(1.0, rel=0.4)
+
+
+@pytest.mark.parametrize("odd", [0.0, -1.0, 1e-320, math.inf, math.nan])
+@pytest.mark.parametrize("fixed_rows", [True, False])
+def test_no_odd_time_ends_the_choosing(odd: float, fixed_rows: bool) -> None:
+    for times in ((0.1, 1.0, odd), (0.1, odd, 0.2), (odd, 1.0, 0.2), (odd, odd, None)):
+        tuner, sequence = Tuner({"ngram": 7, "mtp": 3}, fixed_rows=fixed_rows), Sequence(1, request())
+        for step in range(120):
+            method, depth = tuner.choose(sequence, 1)
+            tuner.see_window(sequence, 1, (method, depth), (method,) * depth, depth // 2)
+            draft_ms, verify_ms, wait_ms = times if step % 4 < 2 else (0.1, 1.0, 0.2)
+            tuner.see_step(step, 1 + depth, [(method, depth)], draft_ms, verify_ms, wait_ms)
+        assert all(math.isfinite(rate) and rate > 0 for rate in tuner.known.rates("answer", 1, 0).values())
 
 
 def test_other_contexts_begin_with_what_is_known() -> None:

@@ -90,6 +90,14 @@ def test_damaged_files_are_left_out(tmp_path: Path, change: Callable[[dict[str, 
     assert to_json(fresh) == to_json(Tuner(dict(LIMITS)))
 
 
+def test_a_step_that_took_no_time_is_none(tmp_path: Path) -> None:
+    store, fresh = TunerStore(tmp_path, KEY), Tuner(dict(LIMITS))
+    store.write({**to_json(busy_tuner(50)), "costs": [[0, [[1, 5e-324, 9], [2, 1e-9, 9]], [["mtp", 1, 0.0, 9]]]]})
+    assert store.restore(fresh)
+    sequence = Sequence(1, Request("", (1, 2), Sampling(), 1, 10, ()))
+    assert [fresh.choose(sequence, 1) for _ in range(40)] and fresh.explain()
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b"null"])
 def test_rubbish_is_left_out(tmp_path: Path, content: bytes) -> None:
     store = TunerStore(tmp_path, KEY)
