@@ -189,6 +189,21 @@ def test_what_the_device_waits_for_the_host_is_known_of_steps_in_a_row(folder: P
     assert patient.tuner.learnt.costs[0].wait[1].count == len(landed) - 2
 
 
+def test_a_step_without_drafts_is_one_replay(folder: Path, patient: Assembled, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays, replay = [0], StandIn.replay
+
+    def counted(self: StandIn) -> None:
+        replays[0] += 1
+        replay(self)
+
+    monkeypatch.setattr("localspec.engine.capture_ahead.QUIET_S", 600.0)
+    monkeypatch.setattr(StandIn, "replay", counted)
+    compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
+    [tokens] = run(patient, compiler, "off", 0, rules=(0,))
+    steps = patient.metrics.snapshot().verify_steps
+    assert len(tokens) <= steps <= replays[0] <= steps + 2
+
+
 def test_captures_that_are_given_up_are_made_again(
     folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +284,8 @@ def test_choices_are_captured_before_an_answer_needs_them(
     folder: Path, plain: Assembled, patient: Assembled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last request asked, and without a trace in what the engine keeps: a second turn finds the first."""
+    # Nothing is captured in the pauses of this test, however long they are.
+    monkeypatch.setattr("localspec.engine.capture_ahead.QUIET_S", 600.0)
     prompt = TOKENIZER.encode("ab12ab12trueab12" * 10).ids
     law = Sampling(temperature=0.9, top_k=40)
 
