@@ -58,6 +58,8 @@ class DrafterSet:
         self._device = device
         self._depth_tensors: dict[tuple[int, ...], Tensor] = {}
         self._corpus_tokens = [0] * MAX_SLOTS
+        self._nothing = _empty_draft(0, device)
+        """Read where it is by captured steps without drafts."""
         self.unread = UnreadRows.of(drafters)
 
     @property
@@ -79,7 +81,7 @@ class DrafterSet:
         """
         width = max(slot.num_drafts for slot in plan.slots)
         if not width:
-            return _empty_draft(width, self._device)
+            return self._nothing
         draft: Draft | None = None
         for chain in sorted({slot.drafter for slot in plan.slots if slot.num_drafts}):
             parts = [part for part in chain.split("+") if part in self._drafters]

@@ -85,17 +85,17 @@ class GraphStep(EagerStep):
         return EventClock()
 
     def propose(self, plan: VerifyPlan, needs: StepNeeds) -> Draft:
+        if not _drafts(plan):
+            # The same tensors each time, outside the memory that graphs share: one captured before may write there.
+            return self.proposed(plan, needs)
         key = self._propose_key(plan, needs)
         family = self.captured.use(key)
         captured = family.proposal
-        is_new = captured is None
         if captured is None:
             self._make_room(1, family)
             bounded = _with_bounds(plan, key[1])
             captured = family.proposal = self._capture(lambda: self.proposed(bounded, needs))
-        # What proposes nothing says the same each time, and a step waits for it.
-        if is_new or any(slot.num_drafts for slot in plan.slots):
-            captured.graph.replay()
+        captured.graph.replay()
         return captured.output
 
     def verify(self, plan: VerifyPlan, draft: Draft, needs: StepNeeds) -> StepResult:
@@ -169,9 +169,9 @@ class GraphStep(EagerStep):
     def is_captured(self, plan: VerifyPlan, needs: StepNeeds) -> bool:
         """Whether a step without grammars is, both parts of it."""
         family = self.captured.find(self._propose_key(plan, needs))
-        return (
-            family is not None and family.proposal is not None and self._step_key(plan, needs) in family.verifications
-        )
+        if family is None or (family.proposal is None and _drafts(plan)):
+            return False
+        return self._step_key(plan, needs) in family.verifications
 
     def wait(self) -> None:
         """Until the device has done all it was given."""
@@ -221,6 +221,10 @@ class GraphStep(EagerStep):
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function()
         return Captured(graph, output)
+
+
+def _drafts(plan: VerifyPlan) -> bool:
+    return any(slot.num_drafts for slot in plan.slots)
 
 
 def _with_bounds(plan: VerifyPlan, bound: int) -> VerifyPlan:
