@@ -4,7 +4,7 @@
 Weights are random and acceptance is synthetic: drafts are accepted at given rates whatever the model says, on the same
 path as any other step. Every answer runs once before it is timed, so that compilation and capture are over. Drafting
 time, whose bar is 1.8 times its bytes at the measured rate, is all that passes before verification begins; what it
-adds to a step stands beside it, as a plain step spends some on proposing nothing.
+adds to a step stands beside it, as the marks of a step that proposes nothing lie apart too.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Run:
                 found, floor_ms = by_depth[str(depth)], depth * self._draft_bytes / self._read_rate * 1e3
                 found["over_plain"] = round(found["tok_per_s"] / plain["tok_per_s"], 3)
                 found["draft_over_floor"] = round(found["draft_ms"] / floor_ms, 3)
-                # Plain steps replay a proposal of nothing, between the same marks of the clock.
+                # The same marks of a plain step, which proposes nothing, lie apart too.
                 found["added_over_floor"] = round((found["draft_ms"] - plain["draft_ms"]) / floor_ms, 3)
             self._figure("mtp_over_plain", max(found["over_plain"] for found in by_depth.values()))
             self._figure("draft_over_floor", max(found["draft_over_floor"] for found in by_depth.values()))
