@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING_TURNS = 16
 MIN_STATE_DISTANCE_TOKENS = 2 * PAGE_TOKENS
 CLOSE_LIMIT_S = 30.0
+MOST_USED_AHEAD_BYTES = 1 << 30
+"""Of a CPU's cache that is placed while the model loads: a third of a second, and memory that stays in use."""
 HOST_SHARE, HOST_MOST_BYTES = 0.25, 64 << 30
 """Share of the free memory that copies of a card's conversations may take."""
 PREPARED_BYTES = 2 << 30
@@ -356,8 +358,8 @@ def open_tiers(
         log.warning("conversations are not kept on disk: %s", error)
     if store is not None:
         # Whoever kept conversations opens one: the traps of new memory take as long as a third of reading it.
-        stored_tokens = store.stored_bytes() // copies.token_bytes
-        copies.use_ahead(min(stored_tokens, scheduler.limits.context_tokens))
+        num_tokens = min(store.stored_bytes(), MOST_USED_AHEAD_BYTES) // copies.token_bytes
+        copies.use_ahead(min(num_tokens, scheduler.limits.context_tokens))
     memory = host_memory_for(owner.device, host_cap_bytes(limits.host_bytes, owner.device))
     return HostAndDisk(store, (HostPool(identity, memory.take), memory), copies, scheduler, metrics)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localspec.api.types import Sampling
+from localspec.engine.tier_bytes import BlockBytes
 from localspec.engine.tiers import HostAndDisk
 from tests.engine.tier_machine import LAW, Machine, eager, facts, prompt_ids, usable, wait
 from tests.helpers.engine import Collected, make_request, run
@@ -263,3 +264,16 @@ def test_streams_go_on_while_a_restore_is_slow(machine: Machine, tmp_path: Path)
         assert cancelled.done.wait(20)
         go.append(True)
         assert held.done.wait(20) and held.cached_tokens == usable(parts, 500)
+
+
+def test_memory_is_placed_for_what_is_stored_within_a_bound(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[int] = []
+    monkeypatch.setattr(BlockBytes, "use_ahead", lambda self, num_tokens: placed.append(num_tokens))
+    with machine.engine(tmp_path / "kv") as parts:
+        run(parts, [make_request(prompt_ids(3, 400), max_tokens=8)])
+    with machine.engine(tmp_path / "kv"):
+        monkeypatch.setattr("localspec.engine.tiers.MOST_USED_AHEAD_BYTES", 4096)
+    with machine.engine(tmp_path / "kv"):
+        assert placed[0] == 0 and placed[1] >= 400 > placed[2]
