@@ -102,7 +102,7 @@ def replay(text: Text, arm: Arm | None, seed: int) -> float:
             tuner.see_shadow(sequence, 1, 0, False, False)
             for _ in range(stood + 1):
                 tuner.see_text(sequence, 1, False, False)
-            tuner.see_step(at, 1 + len(by), [(method, depth)], draft, verify)
+            tuner.known.see_step(at, 1 + len(by), [(method, depth)], draft, verify)
     return tokens / ms
 
 

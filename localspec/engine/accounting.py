@@ -68,7 +68,7 @@ class StepAccounting:
             counts.append(StepCount(result, phase, ticket.request.client, plain_ms))
         ran = landed.outcome.ran
         rows = ran.graph_key.num_rows if self.tuner.fixed_rows else ran.num_rows
-        self.tuner.see_step(max(contexts), rows, arms, landed.draft_ms, landed.verify_ms, landed.wait_ms)
+        self.tuner.known.see_step(max(contexts), rows, arms, landed.draft_ms, landed.verify_ms, landed.wait_ms)
         if self.schedule is not None:
             curve = self.tuner.known.verify_curve(max(contexts) // CONTEXT_BUCKET_TOKENS)
             self.schedule.see_step(windows, curve, landed.draft_ms)

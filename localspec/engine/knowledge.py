@@ -66,11 +66,16 @@ class Knowledge:
                 costs.draft.setdefault(arm, Mean(max(draft_ms, LEAST_MS), AHEAD_COUNT))
 
     def see_step(
-        self, context_tokens: int, rows: int, arms: Sequence[Arm], ms: tuple[float, float, float | None]
+        self,
+        context_tokens: int,
+        rows: int,
+        arms: Sequence[Arm],
+        draft_ms: float,
+        verify_ms: float,
+        wait_ms: float | None = None,
     ) -> None:
         """A step of `rows` rows in all took so long to draft and to verify, and waited so long for the host if that is
         known; `arms` of its sequences, with depth 0 where none was drafted."""
-        draft_ms, verify_ms, wait_ms = ms
         if not (math.isfinite(draft_ms) and math.isfinite(verify_ms)):
             return
         self.learnt.steps += 1

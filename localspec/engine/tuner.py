@@ -155,18 +155,6 @@ class Tuner:
         """Whether the text of a sequence repeats itself at its last known token."""
         (self._echoing.add if is_echo else self._echoing.discard)(sequence.id)
 
-    def see_step(
-        self,
-        context_tokens: int,
-        rows: int,
-        arms: Words[Arm],
-        draft_ms: float,
-        verify_ms: float,
-        wait_ms: float | None = None,
-    ) -> None:
-        """See `Knowledge.see_step`."""
-        self.known.see_step(context_tokens, rows, arms, (draft_ms, verify_ms, wait_ms))
-
     def by_hand(self, drafter: str, depth: int | None) -> Arm:
         """A wish, as deep as the method can draft."""
         limit = self.depth_limits.get(drafter, 0)

@@ -173,13 +173,13 @@ def test_replays_do_what_calls_do(folder: Path, plain: Assembled, patient: Assem
 
 def test_what_the_device_waits_for_the_host_is_known_of_steps_in_a_row(folder: Path, patient: Assembled) -> None:
     landed: list[float | None] = []
-    see_step = patient.tuner.see_step
+    see_step = patient.tuner.known.see_step
 
     def see(*arguments: Any) -> None:
         landed.append(arguments[-1])
         see_step(*arguments)
 
-    patient.tuner.see_step = see  # type: ignore[method-assign]
+    patient.tuner.known.see_step = see  # type: ignore[method-assign]
     compiler = GrammarCompiler(folder / "tokenizer.json", (END,))
     for _ in range(2):
         run(patient, compiler, "off", 0, rules=(0,))
@@ -386,13 +386,13 @@ def test_what_requests_took_stands_beside_what_was_measured_ahead() -> None:
     tuner = Tuner({"mtp": 5})
     sequence_arm = ("mtp", 3)
     for _ in range(3):
-        tuner.see_step(100, 4, [sequence_arm], 2.0, 20.0)
+        tuner.known.see_step(100, 4, [sequence_arm], 2.0, 20.0)
     tuner.known.see_ahead(sequence_arm, 4, 1.0, 10.0)
     tuner.known.see_ahead(("off", 0), 1, 0.0, 9.0)
     assert tuner.known.verify_curve(0)[4] == pytest.approx(20.0) and tuner.known.verify_curve(0)[1] == 9.0
     assert tuner.known.draft_curve("mtp", 0)[3] == pytest.approx(2.0)
     tuner.reset()
     assert tuner.known.verify_curve(0)[4] == 10.0 and tuner.known.draft_curve("mtp", 0)[3] == 1.0
-    tuner.see_step(100, 4, [sequence_arm], 2.0, 20.0)
+    tuner.known.see_step(100, 4, [sequence_arm], 2.0, 20.0)
     tuner.reset()
     assert tuner.known.verify_curve(0)[4] == 10.0, "what is known ahead is no part of what is learnt"

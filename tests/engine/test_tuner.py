@@ -198,7 +198,7 @@ def test_times_and_counts_of_nothing_do_not_stay() -> None:
     """A device that waited for nothing once, and a copying method that had nothing to say at first."""
     knowledge = Knowledge({"ngram": 7})
     for step in range(400):
-        knowledge.see_step(0, 1, [OFF], (0.0, 1.0, 0.0 if step < 3 else 2.0))
+        knowledge.see_step(0, 1, [OFF], 0.0, 1.0, 0.0 if step < 3 else 2.0)
         knowledge.see_window(("ngram", 7), "answer", ("ngram",) * (0 if step % 5 else 5), 0)
     assert knowledge.learnt.costs[0].wait[1].value == pytest.approx(2.0, rel=0.01)
     assert knowledge.learnt.drafted["ngram", "answer"].value == pytest.approx(1.0, rel=0.4)
@@ -213,7 +213,7 @@ def test_no_odd_time_ends_the_choosing(odd: float, fixed_rows: bool) -> None:
             method, depth = tuner.choose(sequence, 1)
             tuner.see_window(sequence, 1, (method, depth), (method,) * depth, depth // 2)
             draft_ms, verify_ms, wait_ms = times if step % 4 < 2 else (0.1, 1.0, 0.2)
-            tuner.see_step(step, 1 + depth, [(method, depth)], draft_ms, verify_ms, wait_ms)
+            tuner.known.see_step(step, 1 + depth, [(method, depth)], draft_ms, verify_ms, wait_ms)
         assert all(math.isfinite(rate) and rate > 0 for rate in tuner.known.rates("answer", 1, 0).values())
 
 
@@ -222,7 +222,7 @@ def test_other_contexts_begin_with_what_is_known() -> None:
     replay_tuned(texts_of([REASONING], 1, 1, 1000), tuner)
     near = tuner.known.rates("answer", 1, 0)
     assert tuner.known.rates("answer", 1, 3) == near
-    tuner.see_step(3 * 4096, 1, [OFF], 0.0, 2 * VERIFY_MS[1])
+    tuner.known.see_step(3 * 4096, 1, [OFF], 0.0, 2 * VERIFY_MS[1])
     far = tuner.known.rates("answer", 1, 3)
     assert far[OFF] == pytest.approx(near[OFF] / 2, rel=0.02) and far["mtp", 5] < near["mtp", 5]
 
@@ -235,7 +235,7 @@ def test_quick_steps_are_decided_about_seldom(step_ms: float, fewest: int, most:
     for at in range(400):
         method, depth = tuner.choose(sequence, 1)
         tuner.see_window(sequence, 1, (method, depth), (method,) * depth, min(depth, 2))
-        tuner.see_step(at, 1 + depth, [(method, depth)], 0.1 * step_ms * depth, step_ms)
+        tuner.known.see_step(at, 1 + depth, [(method, depth)], 0.1 * step_ms * depth, step_ms)
         decided.add(tuner.work_of(sequence.phase, 1).decided_at)
     assert fewest <= len(decided) <= most
 
@@ -253,7 +253,7 @@ def test_a_host_that_the_device_waits_for_makes_drafting_worth_more() -> None:
             device_ms = (0.9 * depth, 1.0 + 0.02 * depth)
             whole_ms = max(3.0, sum(device_ms))
             wait_ms = whole_ms - sum(device_ms) if waits and at else None
-            tuner.see_step(at, 1 + depth, [(method, depth)], *device_ms, wait_ms)
+            tuner.known.see_step(at, 1 + depth, [(method, depth)], *device_ms, wait_ms)
             drafted += depth > 0 and at >= 300
         choices[waits] = drafted
     assert choices[True] > 250 and choices[False] < 100

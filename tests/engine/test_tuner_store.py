@@ -31,7 +31,7 @@ def busy_tuner(steps: int = 400) -> Tuner:
         arm = tuner.choose(sequence, 1)
         accepted = min(rng.randrange(4), arm[1])
         tuner.see_window(sequence, 1, arm, (arm[0],) * arm[1], accepted)
-        tuner.see_step(step * 30, 1 + arm[1], [arm], 0.1 * arm[1], 2.0 + rng.random())
+        tuner.known.see_step(step * 30, 1 + arm[1], [arm], 0.1 * arm[1], 2.0 + rng.random())
     return tuner
 
 

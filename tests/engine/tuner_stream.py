@@ -179,7 +179,7 @@ def replay_tuned(texts: list[Text], tuner: Tuner, seed: int = 0, shadow: bool = 
             tuner.see_window(reader.sequence, num, arm, drafted, stood)
             tuner.see_echo(reader.sequence, shadow and reader.text.repeats[at] >= SURE_TOKENS)
         if cost is not None:
-            tuner.see_step(100, *cost)
+            tuner.known.see_step(100, *cost)
         rows, draft, verify = step_ms(arms)
         noise = 1 + generator.gauss(0, 0.01)
         cost = rows, arms, draft * noise, verify * noise

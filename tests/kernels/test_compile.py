@@ -6,7 +6,7 @@ Shapes are those of the 27B hybrid.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -143,26 +143,18 @@ def stream_cases() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+_WIDE_WINDOW = Case(
+    "gdn_window",
+    "gdn_window_kernel",
+    _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
+    _WINDOW_FORM | {"BLOCK_V": 64},
+    8,
+    by_target=_DEPENDENT,
+    targets=(80, 89, 90, 100, 120),  # no card of 86 has room for all programs of a 27B
+)
 CASES = (
-    Case(
-        "gdn_window",
-        "gdn_window_kernel",
-        _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        _WINDOW_FORM | {"BLOCK_V": 64},
-        8,
-        by_target=_DEPENDENT,
-        targets=(80, 89, 90, 100, 120),  # no card of 86 has room for all programs of a 27B
-    ),
-    Case(
-        "gdn_window",
-        "gdn_window_kernel",
-        _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        _WINDOW_FORM | {"BLOCK_V": 64},
-        8,
-        by_target=_DEPENDENT,
-        targets=(80, 89, 90, 100, 120),
-        several_slots=True,
-    ),
+    _WIDE_WINDOW,
+    replace(_WIDE_WINDOW, several_slots=True),
     Case(
         "gdn_window",
         "gdn_window_kernel",
