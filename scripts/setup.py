@@ -81,4 +81,8 @@ def has_nvidia_gpu() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        # What was running has said so itself.
+        sys.exit(130)
