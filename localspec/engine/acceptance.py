@@ -142,15 +142,19 @@ class Acceptance:
         """How much better than thought a position might be, from how seldom it was seen."""
         return 0.5 / math.sqrt(1.0 + self.now.seen[min(position, MAX_POSITIONS - 1)])
 
-    def tokens_per_step(self, depth: int) -> float:
-        """1 + the sum of survivals of the first `depth` drafts."""
+    def curve(self) -> list[float]:
+        """1 + the sum of survivals of the first 0, 1, ... MAX_POSITIONS - 1 drafts. Not to be changed."""
         if self._curve is None:
             curve, survival = [1.0], 1.0
             for rate in self.rates()[:-1]:
                 survival *= rate
                 curve.append(curve[-1] + survival)
             self._curve = curve
-        return self._curve[min(depth, MAX_POSITIONS - 1)]
+        return self._curve
+
+    def tokens_per_step(self, depth: int) -> float:
+        """1 + the sum of survivals of the first `depth` drafts."""
+        return self.curve()[min(depth, MAX_POSITIONS - 1)]
 
     def _turn_to(self, side: _Departure) -> None:
         """The counts since the departure are those of the new work."""

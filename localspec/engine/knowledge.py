@@ -57,6 +57,7 @@ class Knowledge:
     learnt: Learnt = field(default_factory=Learnt)
     ahead: StepCosts = field(default_factory=StepCosts)
     """Of steps that no request asked for, in the first bucket of contexts: what is known before anything is learnt."""
+    _told: _Told = field(default_factory=lambda: _Told(None))
 
     def see_ahead(self, arm: Arm, rows: int, draft_ms: float, verify_ms: float) -> None:
         """A step that no request asked for took so long; what steps of requests took stands."""
@@ -79,13 +80,18 @@ class Knowledge:
         if not (math.isfinite(draft_ms) and math.isfinite(verify_ms)):
             return
         self.learnt.steps += 1
-        costs, number = self.costs_of(context_tokens // CONTEXT_BUCKET_TOKENS), self.learnt.steps
-        costs.verify.setdefault(rows, Mean()).see(verify_ms, number)
+        costs, number = self._table(context_tokens // CONTEXT_BUCKET_TOKENS), self.learnt.steps
+        moved = costs.verify.setdefault(rows, Mean()).see(verify_ms, number)
         if wait_ms is not None and math.isfinite(wait_ms):
-            costs.wait.setdefault(rows, Mean()).see(wait_ms, number)
+            moved |= costs.wait.setdefault(rows, Mean()).see(wait_ms, number)
+        if moved:
+            self._told.steps.clear()
+            self._told.verify.clear()
         drafting = {arm for arm in arms if arm[1]}
         if len(drafting) == 1:
-            costs.draft.setdefault(drafting.pop(), Mean()).see(draft_ms, number)
+            arm = drafting.pop()
+            if costs.draft.setdefault(arm, Mean()).see(draft_ms, number):
+                self._told.forget_drafts_of(arm[0])
 
     def nothing_learnt(self) -> Learnt:
         """What a tuner that begins anew knows."""
@@ -138,37 +144,60 @@ class Knowledge:
             few, more = self.tokens(method, low, phase), self.tokens(method, low + 1, phase)
             cut = few + (share - low) * (more - few)
             return cut + SHARING_GAIN * (self.tokens(method, depth, phase) - cut)
+        return self.tokens_by_depth(method, phase)[depth]
+
+    def tokens_by_depth(self, method: str, phase: str) -> list[float]:
+        """Expected tokens of a window of 0, 1, ... MAX_POSITIONS - 1 drafts that has rows for them all."""
         first, _, second = method.partition("+")
-        if not second:
-            whole = self.acceptance_of(method, phase).tokens_per_step(min(depth, self.depth_limits.get(method, depth)))
-            return whole if method in COPYING else 1.0 + self.speech_of(method, phase).share * (whole - 1.0)
-        share = self.speech_of(f"{first}!", phase).share
-        sure = self.acceptance_of(f"{first}!", phase).tokens_per_step(depth)
-        return share * sure + (1.0 - share) * self.tokens(second, depth, phase)
+        if second:
+            share, sure = self.speech_of(f"{first}!", phase).share, self.acceptance_of(f"{first}!", phase).curve()
+            others = self.tokens_by_depth(second, phase)
+            return [share * one + (1.0 - share) * other for one, other in zip(sure, others, strict=True)]
+        curve = self.acceptance_of(method, phase).curve()
+        limit = self.depth_limits.get(method, MAX_POSITIONS)
+        if limit < MAX_POSITIONS - 1:
+            curve = curve[: limit + 1] + [curve[limit]] * (MAX_POSITIONS - 1 - limit)
+        if method in COPYING:
+            return curve
+        share = self.speech_of(method, phase).share
+        return [1.0 + share * (tokens - 1.0) for tokens in curve]
 
     def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
-        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told."""
-        return self.prices(phase, num_active, bucket).rates()
+        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told. Nothing is rounded off."""
+        self._told = _Told(self.learnt)
+        return self.prices(phase, num_active, bucket).rates
 
     def step_ms(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         """Expected milliseconds of a step in which all of so many sequences have the same choice, with what the device
         waits for the host; unknown ones left out."""
+        if not self.fixed_rows:
+            return self._step_ms(phase, num_active, bucket)
+        told, key = self._fresh().steps, (num_active, bucket)
+        if key not in told:
+            told[key] = self._step_ms(phase, num_active, bucket)
+        return told[key]
+
+    def _step_ms(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
         verify = self.verify_curve(bucket)
         if not verify:
             return {}
         known = sorted((b for b, table in self.learnt.costs.items() if table.wait), key=lambda b: abs(b - bucket))
         waits = self.learnt.costs[known[0]] if known else StepCosts()
+        by_rows = [ms + waits.wait_ms(rows) for rows, ms in enumerate(verify)]
+        found = {OFF: by_rows[num_active]}
         drafts = {method: self.draft_curve(method, bucket) for method in self.depth_limits}
-        found = {OFF: verify[num_active] + waits.wait_ms(num_active)}
         for arm in self.arms(num_active):
             method, depth = arm
-            draft = drafts.get(method, [])
-            if draft:
-                rows = num_active * (1.0 + self._drafts_of_window(method, depth, phase))
-                place = float(graph_rows(int(rows))) if self.fixed_rows else min(rows, float(MAX_ROWS))
-                whole = int(place)
-                verified = verify[whole] + (place - whole) * (verify[min(whole + 1, MAX_ROWS)] - verify[whole])
-                found[arm] = verified + draft[depth] + waits.wait_ms(whole)
+            draft = drafts[method]
+            if not draft:
+                continue
+            if self.fixed_rows:
+                found[arm] = by_rows[graph_rows(num_active * (1 + depth))] + draft[depth]
+            else:
+                rows = min(num_active * (1.0 + self._drafts_of_window(method, depth, phase)), float(MAX_ROWS))
+                whole = int(rows)
+                more = verify[min(whole + 1, MAX_ROWS)] - verify[whole]
+                found[arm] = by_rows[whole] + (rows - whole) * more + draft[depth]
         return found
 
     def prices(self, phase: str, num_active: int, bucket: int) -> Prices:
@@ -177,12 +206,14 @@ class Knowledge:
 
     def arms(self, num_active: int) -> list[Arm]:
         """Every choice with drafts that fits the rows of a step, shared alike."""
-        room = self.room(num_active)
-        found: list[Arm] = []
-        for method, limit in self.depth_limits.items():
-            kind = CHAIN_DEPTHS if "+" in method else COPY_DEPTHS if method in COPYING else MODEL_DEPTHS
-            depths = {depth for depth in kind if depth < min(limit, room)} | {min(limit, room)} - {0}
-            found += [(method, depth) for depth in sorted(depths)]
+        found = self._fresh().arms.get(num_active)
+        if found is None:
+            room = self.room(num_active)
+            found = self._fresh().arms[num_active] = []
+            for method, limit in self.depth_limits.items():
+                kind = CHAIN_DEPTHS if "+" in method else COPY_DEPTHS if method in COPYING else MODEL_DEPTHS
+                depths = {depth for depth in kind if depth < min(limit, room)} | {min(limit, room)} - {0}
+                found += [(method, depth) for depth in sorted(depths)]
         return found
 
     def room(self, num_active: int) -> int:
@@ -191,7 +222,13 @@ class Knowledge:
 
     def verify_curve(self, bucket: int) -> list[float]:
         """See `StepCosts`; from this bucket of contexts, else from the nearest, scaled by what both have measured."""
-        own = self.costs_of(bucket)
+        told = self._fresh().verify
+        if bucket not in told:
+            told[bucket] = self._verify_curve(bucket)
+        return told[bucket]
+
+    def _verify_curve(self, bucket: int) -> list[float]:
+        own = self._table(bucket)
         if len(own.verify) > 1:
             return own.verify_curve()
         for near in sorted(self.learnt.costs, key=lambda b: abs(b - bucket)):
@@ -205,6 +242,15 @@ class Knowledge:
     def draft_curve(self, method: str, bucket: int) -> list[float]:
         """See `StepCosts`; from the nearest bucket that has any. Of a chain that never ran, the sum of its parts;
         asking a copying method costs next to nothing until it was measured."""
+        told, key = self._fresh().draft, (method, bucket)
+        curve = told.get(key)
+        if curve is None:
+            curve = self._draft_curve(method, bucket)
+            if curve:
+                told[key] = curve
+        return curve
+
+    def _draft_curve(self, method: str, bucket: int) -> list[float]:
         for near in sorted(self.learnt.costs, key=lambda b: abs(b - bucket)):
             table = self.learnt.costs[near]
             curve = table.draft_curve(method)
@@ -225,10 +271,14 @@ class Knowledge:
 
     def _curve_of_parts(self, parts: Sequence[str], bucket: int) -> list[float]:
         """The sum of what the parts of a chain take, each to its own greatest depth; empty if one is not known."""
-        curves = [(self.draft_curve(part, bucket), self.depth_limits.get(part, 0)) for part in parts]
-        if not all(curve for curve, _ in curves):
-            return []
-        return [sum(curve[min(depth, limit)] for curve, limit in curves) for depth in range(MAX_ROWS)]
+        total = [0.0] * MAX_ROWS
+        for part in parts:
+            curve, limit = self.draft_curve(part, bucket), self.depth_limits.get(part, 0)
+            if not curve:
+                return []
+            reached = curve[: limit + 1] + [curve[min(limit, MAX_ROWS - 1)]] * (MAX_ROWS - 1 - limit)
+            total = [so_far + ms for so_far, ms in zip(total, reached, strict=False)]
+        return total
 
     def _drafts_of_window(self, method: str, depth: int, phase: str) -> float:
         """Rows beyond the first: the depth, or where the host sees the drafts what they usually are."""
@@ -261,8 +311,18 @@ class Knowledge:
         return found
 
     def costs_of(self, bucket: int) -> StepCosts:
-        """The cost table of a context bucket."""
-        return self.learnt.costs.setdefault(bucket, StepCosts())
+        """The cost table of a context bucket, for who may change it."""
+        self._told = _Told(self.learnt)
+        return self._table(bucket)
+
+    def _table(self, bucket: int) -> StepCosts:
+        return self.learnt.costs.get(bucket) or self.learnt.costs.setdefault(bucket, StepCosts())
+
+    def _fresh(self) -> _Told:
+        """What was told of the costs as they are: it holds until one of them moves by more than noise."""
+        if self._told.learnt is not self.learnt:
+            self._told = _Told(self.learnt)
+        return self._told
 
     def _see_first(self, part: str, phase: str, depth: int, accepted: int) -> bool:
         """The first part of a chain spoke and might have said `depth` drafts, or stayed silent (0)."""
@@ -270,32 +330,48 @@ class Knowledge:
         return bool(depth) and self.acceptance_of(f"{part}!", phase).see(depth, accepted)
 
 
+@dataclass
+class _Told:
+    """What was worked out of the tables of `learnt`, each until one of its figures moves by more than noise."""
+
+    learnt: Learnt | None
+    arms: dict[int, list[Arm]] = field(default_factory=dict)
+    """By number of sequences."""
+    steps: dict[tuple[int, int], dict[Arm, float]] = field(default_factory=dict)
+    """By number of sequences and bucket; the same for every phase."""
+    verify: dict[int, list[float]] = field(default_factory=dict)
+    draft: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+    def forget_drafts_of(self, method: str) -> None:
+        """And of the chains that it is part of."""
+        self.steps.clear()
+        for key in [key for key in self.draft if method in key[0]]:
+            del self.draft[key]
+
+
 class Prices:
     """What one decision goes by, each figure told once: `costs`, milliseconds of a step by choice, empty where none can
-    be told, and the tokens of a window."""
+    be told; `rates`, expected tokens per millisecond of a sequence; `best`, the choice of each method that has the
+    highest."""
 
     def __init__(self, known: Knowledge, phase: str, num_active: int, costs: dict[Arm, float]) -> None:
-        self.costs = costs
-        self.phase = phase
-        self._known, self._num_active = known, num_active
-        self._tokens: dict[tuple[Arm, int], float] = {}
-        self._by_method: dict[str, dict[int, float]] = {}
-        for (method, depth), ms in costs.items():
-            self._by_method.setdefault(method, {})[depth] = ms
-
-    def of_method(self, method: str) -> dict[int, float]:
-        """Milliseconds of a step by depth."""
-        return self._by_method.get(method, {})
-
-    def tokens(self, arm: Arm, num_active: int = 1) -> float:
-        """See `Knowledge.tokens`."""
-        if (arm, num_active) not in self._tokens:
-            self._tokens[arm, num_active] = self._known.tokens(*arm, self.phase, num_active)
-        return self._tokens[arm, num_active]
-
-    def rates(self) -> dict[Arm, float]:
-        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told."""
-        return {arm: self.tokens(arm, self._num_active) / ms for arm, ms in self.costs.items()}
+        self.costs, self.phase, self.num_active = costs, phase, num_active
+        self.rates: dict[Arm, float] = {}
+        self.best: dict[str, Arm] = {}
+        shared = MAX_ROWS // num_active - 1
+        curves: dict[str, list[float]] = {}
+        for arm, ms in costs.items():
+            method, depth = arm
+            if depth > shared:
+                tokens = known.tokens(method, depth, phase, num_active)
+            else:
+                curve = curves.get(method)
+                if curve is None:
+                    curve = curves[method] = known.tokens_by_depth(method, phase) if depth else [1.0]
+                tokens = curve[depth]
+            rate = self.rates[arm] = tokens / ms
+            if rate > self.rates.get(self.best.get(method, arm), 0.0) or method not in self.best:
+                self.best[method] = arm
 
 
 def _part_of(parts: Sequence[str], origin: str) -> str | None:

@@ -14,8 +14,12 @@ from localspec.core.records import GRAPH_ROWS, MAX_ROWS
 SMOOTHING = 0.05
 OUTLIER = 3.0
 """A step this many times as long as its like (a first run, another program) counts as so long at most."""
+NOISE = 0.03
+"""A mean that moves by a smaller share of itself tells nothing new."""
+SETTLED_COUNT = 2
 LEAST_MS = 1e-3
 """No time counts as less: a clock hardly tells it from none, and to a mean of 0 every time would be an outlier."""
+ROWS_OF_GRAPHS = tuple(next((size for size in GRAPH_ROWS if size >= rows), MAX_ROWS) for rows in range(MAX_ROWS + 1))
 Arm = tuple[str, int]
 OFF: Arm = ("off", 0)
 
@@ -28,9 +32,11 @@ class Mean:
     count: int = 0
     seen_at: int | None = None
     """Number of the engine's step that was measured last, in this run."""
+    told: float = 0.0
+    """The value when `see` last said that it had moved."""
 
-    def see(self, value_ms: float, step: int) -> None:
-        """A finite time, of which some may be outliers."""
+    def see(self, value_ms: float, step: int) -> bool:
+        """A finite time, of which some may be outliers. Tells whether the mean has moved by more than noise."""
         value_ms = max(value_ms, LEAST_MS)
         if self.count > 1:
             value_ms = min(value_ms, OUTLIER * self.value)
@@ -38,6 +44,11 @@ class Mean:
             # The first time may hold a compilation.
             self.value = min(self.value, OUTLIER * value_ms)
         self.average(value_ms, step)
+        # The second time says that the first was no compilation.
+        if self.count > SETTLED_COUNT and abs(self.value - self.told) <= NOISE * self.told:
+            return False
+        self.told = self.value
+        return True
 
     def average(self, value: float, step: int) -> None:
         """An amount that may be 0, and has no outliers."""
@@ -76,7 +87,7 @@ class StepCosts:
 
 def graph_rows(rows: int) -> int:
     """The rows that a captured step has for so many."""
-    return next((size for size in GRAPH_ROWS if size >= rows), MAX_ROWS)
+    return ROWS_OF_GRAPHS[min(rows, MAX_ROWS)]
 
 
 def _settled(means: Mapping[int, Mean]) -> dict[int, float]:

@@ -138,8 +138,18 @@ class RecentText:
             for arm in (policy.usual, policy.echo):
                 if arm not in moves:
                     moves[arm] = _Move.of(arm, tokens)
-            found[policy] = self._rate(policy, cost_ms, (moves[policy.usual], moves[policy.echo]))
+            usual, echo = moves[policy.usual], moves[policy.echo]
+            if self._is_even(policy, usual):
+                found[policy] = usual.others / cost_ms[policy.usual]
+            else:
+                found[policy] = self._rate(policy, cost_ms, (usual, echo))
         return found
+
+    def _is_even(self, policy: Policy, usual: _Move) -> bool:
+        """Whether a choice copies nothing in this text, and is the same all over it: then nothing is gone through."""
+        if not self.num_sure:
+            return not usual.copies_always
+        return policy.usual == policy.echo and not usual.copies
 
     def _rate(self, policy: Policy, cost_ms: Mapping[Arm, float], moves: tuple[_Move, _Move]) -> float:
         tally = self._tallies.pop(policy, None)
@@ -246,13 +256,16 @@ def in_question(rates: Mapping[Arm, float], current: Arm, most: int | None = Non
     """Plain, what is in use, every depth of a method that copies, and of the others the best. Behind copies only those
     two of the others that do best alone: each choice costs a walk over the text. most: beside plain and what is in use,
     those of the best rates; None: all."""
-    alone = {method for method, depth in rates if depth and "+" not in method and method not in COPYING}
-    best = {method: max((arm for arm in rates if arm[0] == method), key=lambda arm: rates[arm]) for method in alone}
-    behind = COPYING | set(sorted(alone, key=lambda method: -rates[best[method]])[:KEPT_BEHIND_COPIES])
-    found = set(best.values())
-    for arm in rates:
+    ranked = sorted(rates, key=rates.__getitem__, reverse=True)
+    best: dict[str, Arm] = {}
+    for arm in ranked:
+        best.setdefault(arm[0], arm)
+    alone = [arm for arm in best.values() if arm[1] and "+" not in arm[0] and arm[0] not in COPYING]
+    behind = COPYING | {method for method, _ in alone[:KEPT_BEHIND_COPIES]}
+    found = set(alone)
+    for arm in ranked:
         first, _, second = arm[0].partition("+")
         if first in COPYING and (not second or second in behind):
             found.add(arm)
-    kept = sorted(found, key=lambda arm: -rates[arm])[:most]
+    kept = [arm for arm in ranked if arm in found][:most]
     return sorted({arm for arm in (OFF, current) if arm in rates} | set(kept))

@@ -255,7 +255,7 @@ class Tuner:
         if prices.costs:
             paid_ms = self.settings.decision_ms / self.settings.decision_share
             work.paid_every_steps = math.ceil(paid_ms / prices.costs[OFF])
-        rates = prices.rates()
+        rates = prices.rates
         if not self._keep_best_replayed(work, phase, num_active, prices.costs, rates):
             self._keep_best(work, rates)
         due = self._due(work, num_active, bucket, prices)
@@ -323,7 +323,7 @@ class Tuner:
 
     def _due(self, work: Work, num_active: int, bucket: int, prices: Prices) -> Arm | None:
         """Who is heard now: plain decoding and methods whose cost nobody knows first."""
-        if num_active not in self.known.costs_of(bucket).verify and not self.known.verify_curve(bucket):
+        if not self.known.verify_curve(bucket):
             return OFF
         room = self.known.room(num_active)
         in_use = work.current[0].split("+")[-1]
@@ -336,7 +336,7 @@ class Tuner:
                 continue
             interval = self._interval(work, method, prices)
             if work.step - work.heard_at.get(method, -interval) >= interval:
-                return method, self._hearing_depth(method, prices)
+                return prices.best[method]
         return self._deeper(work, prices)
 
     def _deeper(self, work: Work, prices: Prices) -> Arm | None:
@@ -345,7 +345,7 @@ class Tuner:
         deeper, costs = (method, depth + 1), prices.costs
         if not depth or deeper not in costs or work.step - work.deepened_at < self.settings.deepen_every_steps:
             return None
-        tokens = [prices.tokens((method, n), work.num_active) for n in (depth - 1, depth)]
+        tokens = [self.known.tokens(method, n, prices.phase, work.num_active) for n in (depth - 1, depth)]
         known = self.known.acceptance_of(method.split("+")[-1], prices.phase)
         hoped = tokens[1] + (tokens[1] - tokens[0]) * min(known.rate(depth) + known.bonus(depth), 0.98)
         if hoped / costs[deeper] <= tokens[1] / costs[work.current]:
@@ -357,21 +357,15 @@ class Tuner:
         """Steps between two hearings: what one loses, over the share of time that may be lost. Where even drafts that
         are all right could not win, there is hardly ever one."""
         settings = self.settings
-        own = prices.of_method(method)
-        if work.current not in prices.costs or not own:
+        own = prices.best.get(method)
+        if work.current not in prices.costs or own is None:
             return settings.shortest_interval_steps
-        rate = prices.tokens(work.current, work.num_active) / prices.costs[work.current]
-        if max((1 + depth) / ms for depth, ms in own.items()) < rate:
+        rate = prices.rates[work.current]
+        if max((1 + depth) / ms for (name, depth), ms in prices.costs.items() if name == method) < rate:
             return settings.hopeless_interval_steps
-        depth = self._hearing_depth(method, prices)
-        loss = max(1.0 - prices.tokens((method, depth)) / own[depth] / rate, 0.05) * settings.usual_hearing_steps
+        loss = max(1.0 - prices.rates[own] / rate, 0.05) * settings.usual_hearing_steps
         longest, shortest = settings.longest_interval_steps, settings.shortest_interval_steps
         return int(min(max(loss / settings.hearing_share, shortest), longest))
-
-    def _hearing_depth(self, method: str, prices: Prices) -> int:
-        """The depth that loses least."""
-        own = prices.of_method(method)
-        return max(own, key=lambda depth: prices.tokens((method, depth)) / own[depth])
 
     def _alarm(self, phase: str) -> None:
         """The work has changed: decide at once, and hear the others soon."""

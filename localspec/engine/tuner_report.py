@@ -22,8 +22,8 @@ def report(tuner: Tuner) -> TunerReport:
 
 def _choice(tuner: Tuner, phase: str, active: int, bucket: int) -> TunerChoice:
     work = tuner.work[phase, active]
-    costs = tuner.known.step_ms(phase, active, bucket)
     rates = tuner.known.rates(phase, active, bucket)
+    costs = tuner.known.step_ms(phase, active, bucket)
     best: dict[str, Arm] = {}
     for arm in sorted(rates, key=lambda arm: -rates[arm]):
         best.setdefault(arm[0], arm)

@@ -127,3 +127,11 @@ def test_behind_copies_only_the_best_drafters_come_into_question() -> None:
     best = [(name, 2) for name in names]
     behind = [(f"ngram+{name}", depth) for name in names[:2] for depth in (2, 5)]
     assert found == sorted([OFF, NGRAM, ("ngram+ngram_disk", 3), *best, *behind, ("ngram+dspark", 5)])
+
+
+def test_nothing_is_gone_through_for_what_copies_nothing() -> None:
+    text = text_of([0, 3, 1] * 40)
+    assert rate(text, BOTH, NGRAM) == rate(text, MTP, OFF) == pytest.approx(1.5), "no match is long"
+    assert not text._tallies
+    rate(text, NGRAM, NGRAM)
+    assert len(text._tallies) == 1

@@ -262,3 +262,23 @@ def test_a_host_that_the_device_waits_for_makes_drafting_worth_more() -> None:
 def test_settings_are_kept() -> None:
     assert Tuner({}, TunerSettings(margin=0.5)).settings.margin == 0.5
     assert Tuner({}).choose(Sequence(1, request()), 1) == OFF
+
+
+def test_costs_are_worked_out_anew_when_one_has_moved() -> None:
+    """Noise changes nothing that was told; a cost that moves, a new one, and other knowledge do."""
+    known = Knowledge({"mtp": 3, "ngram": 7, "ngram+mtp": 7}, fixed_rows=True)
+    for _ in range(9):
+        known.see_step(0, 4, [("mtp", 3)], 1.0, 5.0)
+    told = known.step_ms("answer", 1, 0)
+    known.see_step(0, 4, [("mtp", 3)], 1.01, 5.01)
+    assert known.step_ms("answer", 1, 0) is told
+    for _ in range(9):
+        known.see_step(0, 4, [("mtp", 3)], 2.0, 5.0)
+    dearer = known.step_ms("answer", 1, 0)
+    assert all(dearer[arm] > told[arm] + 0.2 for arm in (("mtp", 3), ("ngram+mtp", 3))), "and what it is part of"
+    known.see_step(0, 1, [OFF], 0.0, 2.0)
+    assert known.step_ms("answer", 1, 0)[OFF] == pytest.approx(2.0)
+    known.costs_of(0).verify[1] = Mean(3.0, 5)
+    assert known.step_ms("answer", 1, 0)[OFF] == pytest.approx(3.0)
+    known.learnt = known.nothing_learnt()
+    assert known.step_ms("answer", 1, 0) == {}
