@@ -163,7 +163,7 @@ class Knowledge:
         return [1.0 + share * (tokens - 1.0) for tokens in curve]
 
     def rates(self, phase: str, num_active: int, bucket: int) -> dict[Arm, float]:
-        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told. Nothing is rounded off."""
+        """Expected tokens per millisecond of a sequence, for every choice whose cost can be told; none is rounded."""
         self._told = _Told(self.learnt)
         return self.prices(phase, num_active, bucket).rates
 

@@ -276,7 +276,8 @@ def test_costs_are_worked_out_anew_when_one_has_moved() -> None:
         known.see_step(0, 4, [("mtp", 3)], 2.0, 5.0)
     dearer = known.step_ms("answer", 1, 0)
     assert all(dearer[arm] > told[arm] + 0.2 for arm in (("mtp", 3), ("ngram+mtp", 3))), "and what it is part of"
-    known.see_step(0, 1, [OFF], 0.0, 2.0)
+    for _ in range(2):
+        known.see_step(0, 1, [OFF], 0.0, 2.0)
     assert known.step_ms("answer", 1, 0)[OFF] == pytest.approx(2.0)
     known.costs_of(0).verify[1] = Mean(3.0, 5)
     assert known.step_ms("answer", 1, 0)[OFF] == pytest.approx(3.0)
