@@ -48,10 +48,10 @@ SHAPES = {
 ROWS = (1, 2, 4, 8, 9, 16)
 # Tilings beside the table's that fill a multiprocessor exactly: tile rows, warps, depth, blocks, registers, dependent.
 ALTERNATIVES = (
-    Tiling(128, 4, 2, 2, 128, False),
-    Tiling(64, 2, 2, 3, 128, True),
-    Tiling(256, 8, 2, 1, 128, True),
-    Tiling(128, 8, 2, 2, 64, True),
+    Tiling(128, 4, 2, 2, True, 128, False),
+    Tiling(64, 2, 2, 3, True, 128, True),
+    Tiling(256, 8, 2, 1, True, 128, True),
+    Tiling(128, 8, 2, 2, True, 64, True),
 )
 
 

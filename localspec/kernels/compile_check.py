@@ -90,6 +90,8 @@ def fixed_of(variant: Variant, capability: int) -> tuple[dict[str, Any], dict[st
         "PLUS_ONE": True,
         "SQUARES": 64 if variant.prepared else 0,
         "FOLLOWING": 2 if variant.following else 0,
+        "STEP": 8,
+        "WIDE": tiling.wide_results,
         "PDL": tiling.dependent_launch,
         "ASM_EVEN": nvfp4_decode_asm(False, modern) if nvfp4 else fp8_decode_asm(modern),
         "ASM_ODD": nvfp4_decode_asm(True, modern) if nvfp4 else fp8_decode_asm(modern),
@@ -107,8 +109,8 @@ def compile_variant(variant: Variant, capability: int) -> Any:
         name: "*bf16" for name in ("x_ptr", "out_ptr", "residual_ptr", "norm_ptr", "normed_ptr", "weighted_ptr")
     }
     signature |= {"w_ptr": "*u8", "ready_ptr": "*i32", "ticket_ptr": "*i32", "eps": "fp32"}
-    signature |= {name: "i32" for name in ("M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride")}
-    signature["residual_stride"] = "i32"
+    signature |= {name: "i32" for name in ("M", "K8", "N8", "tiles", "pairs", "x_stride8", "out_stride8")}
+    signature["residual_stride8"] = "i32"
     constants, options = fixed_of(variant, capability)
     return compile_for(weight_stream_kernel, capability, signature, constants, options)
 

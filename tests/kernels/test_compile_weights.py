@@ -91,13 +91,20 @@ def test_a_multiprocessor_holds_the_blocks_of_one_launch(target: int) -> None:
         assert 1 <= tiling.blocks_per_multiprocessor <= places
 
 
-def test_ring_bytes_say_what_the_compiler_takes() -> None:
-    from localspec.kernels.triton.tilings import ring_bytes, tiling_for
+@pytest.mark.parametrize("target", [80, 90, 120])
+def test_ring_bytes_say_what_the_compiler_takes(target: int) -> None:
+    from localspec.kernels.compile_check import SHARED_BYTES_PER_MULTIPROCESSOR
+    from localspec.kernels.triton.tilings import results_bytes, ring_bytes, tiling_for
 
+    available = SHARED_BYTES_PER_MULTIPROCESSOR[target]
     for form in ("nvfp4", "fp8"):
-        depth = tiling_for(128, form == "nvfp4", 233472, modern=True).depth
-        shared = compile_variant(Variant(format=form, epilogue="residual"), 90).metadata.shared
-        assert 0 <= shared - ring_bytes(128, depth, form == "nvfp4") <= 64
+        tiling = tiling_for(128, form == "nvfp4", available, target >= 90)
+        most = max(256, tiling.wide_results * results_bytes(128, target >= 90))
+        for rows in (8, 16):
+            shared = compile_variant(Variant(form, rows, epilogue="residual"), target).metadata.shared
+            beyond = shared - ring_bytes(128, tiling.depth, form == "nvfp4")
+            assert 0 <= beyond <= most, (form, rows)
+            assert tiling.blocks_per_multiprocessor * (shared + 1024) <= available, (form, rows)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8"])

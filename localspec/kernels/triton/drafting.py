@@ -36,7 +36,7 @@ def normed(x, factors, width, eps):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * factors
 
 
-@triton.jit(do_not_specialize=["hidden_stride", "vocabulary"])
+@triton.jit(do_not_specialize=["vocabulary"])
 def joined_norms_kernel(
     ids_ptr, table_ptr, hidden_ptr, first_weight_ptr, second_weight_ptr, before_weight_ptr, out_ptr, hidden_stride,
     vocabulary, width, first_eps, second_eps, before_eps, FIRST: tl.constexpr, SECOND: tl.constexpr,
@@ -113,7 +113,7 @@ def best_of_parts(values, places_of, parts, size, PARTS: tl.constexpr):
     return token, 1.0 / tl.sum(sums * tl.exp(tops - top), axis=0)
 
 
-@triton.jit(do_not_specialize=["stride", "num_slots", "draft_width", "num_columns", "column", "first_slot"])
+@triton.jit(do_not_specialize=["num_slots", "draft_width", "num_columns", "column", "first_slot"])
 def best_tokens_kernel(
     logits_ptr, divisor_ptr, ids_ptr, partial_ptr, partial_place_ptr, tickets_ptr, tokens_ptr, certainty_ptr,
     chosen_ptr, ready_ptr, depths_ptr, drafts_ptr, origins_ptr, confidence_ptr, counts_ptr, size, stride, num_slots,

@@ -121,6 +121,7 @@ def stream_linear(
     row_slots = 8 if x.shape[0] <= 8 else 16
     _check_workspace(packed, workspace, blocks * packed.tile_rows * row_slots)
     residual = out if fusion.residual is None else fusion.residual
+    step = 8 if not (out.shape[1] | out.stride(0) | residual.stride(0)) % 8 else 1
     unread = packed.row_scale
     used_norm = norm if prepared is None else prepared.norm
     weight_stream_kernel[(blocks,)](
@@ -129,14 +130,16 @@ def stream_linear(
         unread if prepared is None else prepared.squares, unread if following is None else following.norm.weight,
         out if following is None else following.weighted, unread if following is None else following.squares,
         workspace.normed, workspace.ready, workspace.partials, workspace.tickets,
-        x.shape[0], x.shape[1] // 8, out.shape[1], packed.tiles, packed.pairs,
-        x.stride(0) // 8, out.stride(0), residual.stride(0), 0.0 if used_norm is None else used_norm.eps,
+        x.shape[0], x.shape[1] // 8, out.shape[1] // step, packed.tiles, packed.pairs,
+        x.stride(0) // 8, out.stride(0) // step, residual.stride(0) // step,
+        0.0 if used_norm is None else used_norm.eps,
         BN=packed.tile_rows, MP=row_slots, DEPTH=tiling.depth, NW=tiling.warps, NVFP4=nvfp4,
         BLOCK_SCALE=group_scale is not None, EPILOGUE=fusion.epilogue, HAS_BIAS=fusion.bias is not None,
         NORM_BLOCK=0 if norm is None else 1 << (x.shape[1] - 1).bit_length(),
         PLUS_ONE=norm is not None and norm.plus_one,
         SQUARES=0 if prepared is None else max(32, triton.next_power_of_2(prepared.squares.shape[0])),
-        FOLLOWING=0 if following is None else 1 + following.norm.plus_one, PDL=tiling.dependent_launch,
+        FOLLOWING=0 if following is None else 1 + following.norm.plus_one, STEP=step,
+        WIDE=tiling.wide_results and out.dtype == torch.bfloat16, PDL=tiling.dependent_launch,
         ASM_EVEN=nvfp4_decode_asm(False, modern) if nvfp4 else fp8_decode_asm(modern),
         ASM_ODD=nvfp4_decode_asm(True, modern) if nvfp4 else fp8_decode_asm(modern),
         CONSTRAINTS=NVFP4_CONSTRAINTS if nvfp4 else FP8_CONSTRAINTS,

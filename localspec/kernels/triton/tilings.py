@@ -26,6 +26,7 @@ _RESERVED_BYTES = 1024  # what the driver takes of shared memory for each block
 class Tiling:
     """warps: per block; depth: units in the rings; blocks_per_multiprocessor: blocks of one launch per processor.
 
+    wide_results: whether results change places among a block's threads, so that eight neighbours leave as one;
     max_registers: per thread; dependent_launch: whether the kernel may start before the previous one has ended (sm_90
     and later).
     """
@@ -34,6 +35,7 @@ class Tiling:
     warps: int
     depth: int
     blocks_per_multiprocessor: int
+    wide_results: bool
     max_registers: int
     dependent_launch: bool
 
@@ -52,6 +54,11 @@ def ring_bytes(tile_rows: int, depth: int, nvfp4: bool) -> int:
     return words + scales + 2 * depth * x_slots * chunk_columns * 2
 
 
+def results_bytes(tile_rows: int, modern: bool) -> int:
+    """Shared memory in which results of up to 16 rows change places: all of them, or on modern cards half at a time."""
+    return tile_rows * 16 * (1 if modern else 2)
+
+
 def tiling_for(tile_rows: int, nvfp4: bool, shared_bytes_per_multiprocessor: int, modern: bool) -> Tiling:
     """The launch of a weight packed with `tile_rows`. modern: sm_90 and later."""
     warps = max(1, tile_rows // 32)
@@ -61,4 +68,5 @@ def tiling_for(tile_rows: int, nvfp4: bool, shared_bytes_per_multiprocessor: int
     wanted = max(1, BLOCKS_PER_MULTIPROCESSOR * TILE_ROWS // tile_rows)
     blocks = min(wanted, places)
     dependent = modern and places == blocks and tile_rows == TILE_ROWS
-    return Tiling(tile_rows, warps, depth, blocks, SHARED_REGISTERS if dependent else MAX_REGISTERS, dependent)
+    wide = shared_bytes_per_multiprocessor >= blocks * (block_bytes + results_bytes(tile_rows, modern))
+    return Tiling(tile_rows, warps, depth, blocks, wide, SHARED_REGISTERS if dependent else MAX_REGISTERS, dependent)

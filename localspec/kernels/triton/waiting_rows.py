@@ -138,7 +138,7 @@ def take_rows_kernel(
         tl.store(done_ptr + slot, tl.where(counts > 0, begin + counts, done), mask=is_slot)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rounds", "width"])
+@triton.jit(do_not_specialize=["num_slots", "num_rounds"])
 def keep_newest_kernel(
     slots_ptr, positions_ptr, hidden_ptr, weight_ptr, depths_ptr, lengths_ptr, kept_ptr, kept_position_ptr, ready_ptr,
     out_positions_ptr, out_slots_ptr, out_end_ptr, num_slots, num_rounds, width, eps, ROWS: tl.constexpr,

@@ -163,10 +163,10 @@ def _stream_tile(
 def _run_units(
     even, odd, scales, x_even, x_odd, w_ptr, rows_ptr, scale_ptr, group_scale_ptr, bias_ptr, out_ptr, residual_ptr,
     following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, squares, early_factor,
-    unit, stop, later, M, K8, N, tiles, pairs, rows_stride8, out_stride, residual_stride, eps,
+    unit, stop, later, M, K8, N8, tiles, pairs, rows_stride8, out_stride8, residual_stride8, eps,
     BN: gl.constexpr, MP: gl.constexpr, KC: gl.constexpr, NW: gl.constexpr, DEPTH: gl.constexpr, UNIT: gl.constexpr,
     NVFP4: gl.constexpr, BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, mma: gl.constexpr,
+    SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, STEP: gl.constexpr, WIDE: gl.constexpr, mma: gl.constexpr,
     ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """A block's units [unit, stop), tile by tile, from rings that are being filled; see the kernel for the pointers.
@@ -192,21 +192,21 @@ def _run_units(
             row_factor = row_factors(squares, K8, eps, mma)
         close_tile(
             total, tile, unit == tile * pairs, tile_stop - unit == pairs, scale, row_factor, bias_ptr, out_ptr,
-            residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs,
-            out_stride, residual_stride, BN, MP, EPILOGUE, HAS_BIAS, SQUARES > 0, FOLLOWING, mma,
+            residual_ptr, following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, M, N8, units, pairs,
+            out_stride8, residual_stride8, BN, MP, EPILOGUE, HAS_BIAS, SQUARES > 0, FOLLOWING, STEP, WIDE, mma,
         )  # fmt: skip
         unit = tile_stop
 
 
-@gluon.jit(do_not_specialize=["M", "K8", "N", "tiles", "pairs", "x_stride8", "out_stride", "residual_stride"])
+@gluon.jit(do_not_specialize=["M", "K8", "N8", "tiles", "pairs", "x_stride8", "out_stride8", "residual_stride8"])
 def weight_stream_kernel(
     w_ptr, scale_ptr, group_scale_ptr, bias_ptr, x_ptr, out_ptr, residual_ptr, norm_ptr, squares_ptr, following_ptr,
     weighted_ptr, squares_out_ptr, normed_ptr, ready_ptr, partial_ptr, ticket_ptr,
-    M, K8, N, tiles, pairs, x_stride8, out_stride, residual_stride, eps,
+    M, K8, N8, tiles, pairs, x_stride8, out_stride8, residual_stride8, eps,
     BN: gl.constexpr, MP: gl.constexpr, DEPTH: gl.constexpr, NW: gl.constexpr, NVFP4: gl.constexpr,
     BLOCK_SCALE: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, NORM_BLOCK: gl.constexpr,
-    PLUS_ONE: gl.constexpr, SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, PDL: gl.constexpr,
-    ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    PLUS_ONE: gl.constexpr, SQUARES: gl.constexpr, FOLLOWING: gl.constexpr, STEP: gl.constexpr, WIDE: gl.constexpr,
+    PDL: gl.constexpr, ASM_EVEN: gl.constexpr, ASM_ODD: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """One block: its run of units. Grid: (blocks,), at most the number of units.
 
@@ -214,6 +214,7 @@ def weight_stream_kernel(
     NORM_BLOCK: 0 without a norm, else a power of two >= K; normed_ptr: [M, K] bfloat16, written here.
     SQUARES: 0, or a power of two >= K / BN: x is multiplied with the norm's weight already, and squares_ptr
     [K / BN, 16] float32 holds sums of its squares. FOLLOWING, weighted_ptr, squares_out_ptr: see `prepare`.
+    N8, out_stride8, residual_stride8: in units of STEP, 8 or 1. WIDE: results change places among threads on their way.
     group_scale_ptr: [pairs, tiles * BN / 8] float32, FP8 with BLOCK_SCALE only; bias_ptr: [N], with HAS_BIAS only.
     """
     KC: gl.constexpr = 128 if NVFP4 else 64
@@ -252,7 +253,7 @@ def weight_stream_kernel(
     _run_units(
         even, odd, scales, x_even, x_odd, w_ptr, rows_ptr, scale_ptr, group_scale_ptr, bias_ptr, out_ptr, residual_ptr,
         following_ptr, weighted_ptr, squares_out_ptr, partial_ptr, ticket_ptr, squares, early_factor,
-        unit, stop, later, M, K8, N, tiles, pairs, rows_stride8, out_stride, residual_stride, eps,
-        BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, EPILOGUE, HAS_BIAS, SQUARES, FOLLOWING, mma,
+        unit, stop, later, M, K8, N8, tiles, pairs, rows_stride8, out_stride8, residual_stride8, eps,
+        BN, MP, KC, NW, DEPTH, UNIT, NVFP4, BLOCK_SCALE, EPILOGUE, HAS_BIAS, SQUARES, FOLLOWING, STEP, WIDE, mma,
         ASM_EVEN, ASM_ODD, CONSTRAINTS,
     )  # fmt: skip

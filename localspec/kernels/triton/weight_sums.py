@@ -5,29 +5,41 @@ Knows the words in memory that blocks count in, and the order of sums that makes
 
 from __future__ import annotations
 
-from localspec.kernels.compat import block_barrier, gl, gluon
+from localspec.kernels.compat import block_barrier, constexpr_function, gl, gluon
 
 LOAD_ACQUIRE_ASM = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 
 
+@constexpr_function
+def _layout_of_results(rows, fragments, wide, warps):
+    """Layout of [rows, MP]: where `wide`, eight values that follow each other in memory are one thread's."""
+    if not wide:
+        return fragments
+    lanes = max(1, min(32, rows // 8))
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
+
+
 @gluon.jit
 def load_residual(
-    residual_ptr, tile, wanted, M, N, residual_stride, BN: gl.constexpr, MP: gl.constexpr, mma: gl.constexpr,
+    residual_ptr, tile, wanted, M, N8, residual_stride8, BN: gl.constexpr, MP: gl.constexpr, STEP: gl.constexpr,
+    WIDE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """The tile's residual [BN, MP], asked for before the block waits for others."""
-    rows = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, mma))
-    mask = (rows < N)[:, None] & ((m < M) & wanted)[None, :]
-    return gl.load(residual_ptr + (m * residual_stride)[None, :] + rows[:, None], mask=mask, other=0.0)
+    layout: gl.constexpr = _layout_of_results(BN, mma, WIDE, mma.warps_per_cta[0])
+    rows = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
+    mask = (rows < N8 * STEP)[:, None] & ((m < M) & wanted)[None, :]
+    return gl.load(residual_ptr + (m * (residual_stride8 * STEP))[None, :] + rows[:, None], mask=mask, other=0.0)
 
 
 @gluon.jit
 def finish(
-    acc, tile, scale, row_factor, residual, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_ptr, M, N,
-    out_stride, BN: gl.constexpr, MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PREPARED: gl.constexpr, FOLLOWING: gl.constexpr, mma: gl.constexpr,
+    acc, tile, scale, row_factor, residual, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_ptr, M, N8,
+    out_stride8, BN: gl.constexpr, MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PREPARED: gl.constexpr, FOLLOWING: gl.constexpr, STEP: gl.constexpr, WIDE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Row scale, epilogue and store of a tile's full sums [BN, MP]. N: columns of the output.
+    """Row scale, epilogue and store of a tile's full sums [BN, MP]. N8: columns of the output in units of STEP, as
+    strides are: 8 where that divides them all, which tells the compiler that eight values may travel as one.
 
     row_factor: [MP], what the norm of x multiplies each row with, where x came PREPARED. FOLLOWING: see `prepare`.
     """
@@ -38,23 +50,20 @@ def finish(
     if EPILOGUE == "silu_mul":
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, MP]), [0, 2, 3, 1])
         gate, up = gl.split(gl.reshape(pairs, [BN // 2, MP, 2]))
-        value = gate / (1.0 + gl.exp(-gate)) * up
-        layout: gl.constexpr = value.type.layout
-        n = tile * (BN // 2) + gl.arange(0, BN // 2, layout=gl.SliceLayout(1, layout))
-        m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
-        mask = (n < N)[:, None] & (m < M)[None, :]
-        gl.store(out_ptr + (m * out_stride)[None, :] + n[:, None], value.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        m = gl.arange(0, MP, layout=gl.SliceLayout(0, mma))
-        mask = (rows < N)[:, None] & (m < M)[None, :]
-        if HAS_BIAS:
-            acc = acc + gl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-        if EPILOGUE == "residual":
-            acc = acc + residual.to(gl.float32)
-        value = acc.to(out_ptr.dtype.element_ty)
-        gl.store(out_ptr + (m * out_stride)[None, :] + rows[:, None], value, mask=mask)
-        if FOLLOWING > 0:
-            prepare(value, tile, rows, m, mask, following_ptr, weighted_ptr, squares_ptr, M, N, FOLLOWING)
+        acc = gate / (1.0 + gl.exp(-gate)) * up
+    elif HAS_BIAS:
+        acc = acc + gl.load(bias_ptr + rows, mask=rows < N8 * STEP, other=0.0).to(gl.float32)[:, None]
+    if EPILOGUE == "residual":
+        acc = acc + gl.convert_layout(residual, mma).to(gl.float32)
+    TALL: gl.constexpr = acc.shape[0]
+    layout: gl.constexpr = _layout_of_results(TALL, acc.type.layout, WIDE, mma.warps_per_cta[0])
+    value = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
+    rows = tile * TALL + gl.arange(0, TALL, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
+    mask = (rows < N8 * STEP)[:, None] & (m < M)[None, :]
+    gl.store(out_ptr + (m * (out_stride8 * STEP))[None, :] + rows[:, None], value, mask=mask)
+    if FOLLOWING > 0:
+        prepare(value, tile, rows, m, mask, following_ptr, weighted_ptr, squares_ptr, M, N8 * STEP, FOLLOWING)
 
 
 @gluon.jit
@@ -77,8 +86,9 @@ def prepare(
 
 @gluon.jit
 def load_squares(squares_ptr, num_tiles, BLOCK: gl.constexpr, MP: gl.constexpr, NW: gl.constexpr):
-    """The sums of squares that the kernel before left: [BLOCK, MP], zero from num_tiles on."""
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK // 32, 1], [32, 1], [1, NW], [0, 1])
+    """The sums of squares that the kernel before left: [BLOCK, MP], zero from num_tiles on. Four lanes share a line;
+    which tiles a thread sums, and in which order, does not depend on MP."""
+    layout: gl.constexpr = gl.BlockedLayout([1, MP // 4], [8, 4], [NW, 1], [1, 0])
     tiles = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, layout))
     return gl.load(squares_ptr + (tiles * 16)[:, None] + m[None, :], mask=(tiles < num_tiles)[:, None], other=0.0)
@@ -92,26 +102,50 @@ def row_factors(squares, K8, eps, mma: gl.constexpr):
 
 
 @gluon.jit
-def _load_partial(partial_ptr, slot, offsets, mask, SIZE: gl.constexpr):
-    """Past the first-level cache: another block wrote it during this kernel."""
-    return gl.load(partial_ptr + slot * SIZE + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+def _by_thread(sums, mma: gl.constexpr):
+    """[BN, MP] in fragments -> [BN * MP / threads / 4, threads * 4]: what a thread holds, four values side by side that
+    travel as one. No value moves between threads."""
+    NW: gl.constexpr = mma.warps_per_cta[0]
+    TALL: gl.constexpr = sums.shape[0] // (16 * NW)
+    COLUMNS: gl.constexpr = sums.shape[1] // 8
+    places = gl.permute(gl.reshape(sums, [TALL, NW, 2, 8, COLUMNS, 4, 2]), [0, 4, 1, 3, 5, 2, 6])
+    return gl.reshape(places, [TALL * COLUMNS, NW * 128])
 
 
 @gluon.jit
-def _add_partials(acc, partial_ptr, first, last, offsets, mask, BN: gl.constexpr, MP: gl.constexpr):
-    """acc + the partials of blocks first..last in block order. As many loads travel together as registers allow: with 8
-    rows a tile's usual seven blocks take one round trip.
+def _in_fragments(sums, BN: gl.constexpr, MP: gl.constexpr, mma: gl.constexpr):
+    """What `_by_thread` was given."""
+    NW: gl.constexpr = mma.warps_per_cta[0]
+    places = gl.permute(gl.reshape(sums, [BN // (16 * NW), MP // 8, NW, 8, 4, 2, 2]), [0, 2, 5, 3, 1, 4, 6])
+    return gl.convert_layout(gl.reshape(places, [BN, MP]), mma, assert_trivial=True)
+
+
+@gluon.jit
+def _places(sums):
+    """Offsets of `_by_thread`'s values in their partial sum."""
+    layout: gl.constexpr = sums.type.layout
+    parts = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
+    places = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+    return (parts * sums.shape[1])[:, None] + places[None, :]
+
+
+@gluon.jit
+def _add_partials(sums, partial_ptr, first, last, BN: gl.constexpr, MP: gl.constexpr):
+    """sums + the partials of blocks first..last in block order, past the first-level cache: other blocks wrote them
+    during this kernel. As many loads travel together as registers allow: with 8 rows a tile's usual seven blocks take
+    one round trip.
     """
-    SIZE: gl.constexpr = BN * MP
     COUNT: gl.constexpr = 7 if MP == 8 else 4
+    places = _places(sums)
     for block in range(first, last + 1, COUNT):
         partials = ()
         for ahead in gl.static_range(COUNT):
-            partial = _load_partial(partial_ptr, block + ahead, offsets, mask & (block + ahead <= last), SIZE)
-            partials = partials + (partial,)  # type: ignore[assignment]  # noqa: RUF005
+            wanted = block + ahead <= last
+            at = partial_ptr + (block + ahead) * (BN * MP) + places
+            partials = partials + (gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
         for ahead in gl.static_range(COUNT):
-            acc = acc + partials[ahead]
-    return acc
+            sums = sums + partials[ahead]
+    return sums
 
 
 @gluon.jit
@@ -122,7 +156,7 @@ def _load_acquire(pointer):
 
 @gluon.jit
 def share_tile(
-    acc, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, M, BN: gl.constexpr, MP: gl.constexpr,
+    acc, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, BN: gl.constexpr, MP: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
     """A tile that several blocks hold parts of: all but the first store theirs, the first waits and adds them up.
@@ -133,24 +167,21 @@ def share_tile(
     Returns the full sum in the first block.
     """
     block = gl.program_id(0)
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, mma))
-    rows = gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
-    offsets = (rows * MP)[:, None] + m[None, :]
-    mask = (rows >= 0)[:, None] & (m < M)[None, :]
+    sums = _by_thread(acc, mma)
     if starts_tile:
         last = ((tile * pairs + pairs) * gl.num_programs(0) - 1) // units
         arrived = _load_acquire(ticket_ptr + tile)
         while arrived < last - block:
             arrived = _load_acquire(ticket_ptr + tile)
-        acc = _add_partials(acc, partial_ptr, block + 1, last, offsets, mask, BN, MP)
+        sums = _add_partials(sums, partial_ptr, block + 1, last, BN, MP)
         # No thread may still be reading the ticket.
         block_barrier()
         gl.store(ticket_ptr + tile, 0)
     else:
-        gl.store(partial_ptr + block * (BN * MP) + offsets, acc, mask=mask)
+        gl.store(partial_ptr + block * (BN * MP) + _places(sums), sums)
         block_barrier()
         gl.atomic_add(ticket_ptr + tile, 1, sem="release", scope="gpu")
-    return acc
+    return _in_fragments(sums, BN, MP, mma)
 
 
 @gluon.jit
@@ -188,23 +219,22 @@ def forget_rows(ready_ptr):
 @gluon.jit
 def close_tile(
     total, tile, starts_tile, complete, scale, row_factor, bias_ptr, out_ptr, residual_ptr, following_ptr, weighted_ptr,
-    squares_out_ptr, partial_ptr, ticket_ptr, M, N, units, pairs, out_stride, residual_stride, BN: gl.constexpr,
+    squares_out_ptr, partial_ptr, ticket_ptr, M, N8, units, pairs, out_stride8, residual_stride8, BN: gl.constexpr,
     MP: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, PREPARED: gl.constexpr, FOLLOWING: gl.constexpr,
-    mma: gl.constexpr,
+    STEP: gl.constexpr, WIDE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Share the sums of a tile that is not complete here; in its first block apply the epilogue and store."""
     residual = total
     if EPILOGUE == "residual" and MP == 8:
-        residual = load_residual(residual_ptr, tile, starts_tile, M, N, residual_stride, BN, MP, mma)
+        residual = load_residual(residual_ptr, tile, starts_tile, M, N8, residual_stride8, BN, MP, STEP, WIDE, mma)
     if not complete:
-        total = share_tile(total, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, M, BN, MP, mma)
+        total = share_tile(total, tile, starts_tile, units, pairs, partial_ptr, ticket_ptr, BN, MP, mma)
     if starts_tile:
         late = residual
         if EPILOGUE == "residual" and MP == 16:
             # 16 rows leave no registers to hold the residual through the wait.
-            asked = load_residual(residual_ptr, tile, starts_tile, M, N, residual_stride, BN, MP, mma)
-            late = asked.to(gl.float32)
+            late = load_residual(residual_ptr, tile, starts_tile, M, N8, residual_stride8, BN, MP, STEP, WIDE, mma)
         finish(
-            total, tile, scale, row_factor, late, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_out_ptr, M, N,
-            out_stride, BN, MP, EPILOGUE, HAS_BIAS, PREPARED, FOLLOWING, mma,
+            total, tile, scale, row_factor, late, bias_ptr, out_ptr, following_ptr, weighted_ptr, squares_out_ptr, M,
+            N8, out_stride8, BN, MP, EPILOGUE, HAS_BIAS, PREPARED, FOLLOWING, STEP, WIDE, mma,
         )  # fmt: skip
