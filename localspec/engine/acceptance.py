@@ -14,12 +14,20 @@ UNSEEN_DECAY = 0.95
 """A position that was never drafted is taken to be this much worse than the one before it."""
 OPTIMISM = 0.6
 """First guess of position 1, so that a new method gets its trials."""
+FIRST_GUESS_COPIES = 0.3
+"""They are known without being tried."""
 SMALLEST_RATE, LARGEST_RATE = 1e-3, 1 - 1e-3
 FORGET = 0.997
 """Of a count, kept each time its position is seen again: a memory of about 300 drafts."""
 FORGET_COPIES = 0.95
 PRIOR_WEIGHT = 3.0
 """Observations that the long-run rate of a position stands for."""
+LEVEL_VARIANCE, LEAD_VARIANCE = 1.0, 0.08
+"""In squared logits: of how hard the work is before any of it is known, and of how far a drafter is from its kin."""
+LEVEL_DRIFT, TURNED_LEVEL_VARIANCE = 0.01, 0.3
+"""Variance that the work gains with every window, and has at least when it has changed."""
+KIN_PRIOR_WEIGHT = 27.0
+"""Beside PRIOR_WEIGHT, where kin tell: the counts of a drafter are of the parts of the text in which it was heard."""
 SPEECH_SMOOTHING = 0.03
 DOUBTED_PRIOR_WEIGHT = 1.0
 LONG_RUN_SMOOTHING = 0.004
@@ -60,6 +68,38 @@ class _Departure:
 
 
 @dataclass
+class Kin:
+    """Drafters of the same work. What is hard for one of them is hard for all, so every window tells of the work, which
+    drifts, and of its drafter, which does not: a Kalman filter of two logits, by which the odds of all positions are
+    higher than in the long run. So a drafter that was not heard is known nearly as well as the others."""
+
+    members: list[Acceptance] = field(default_factory=list)
+    level: float = 0.0
+    """Of the work."""
+    level_variance: float = LEVEL_VARIANCE
+    changes: int = 0
+
+    def add(self, member: Acceptance) -> None:
+        """What a member has counted before stands for its lead."""
+        self.members.append(member)
+        member.kin, member.lead = self, member.own_shift()
+        self.changes += 1
+
+    def see(self, member: Acceptance, rates: list[float], accepted: int) -> None:
+        """A window of a member reached positions of these rates, and the first `accepted` stood."""
+        information = sum(rate * (1.0 - rate) for rate in rates)
+        surprise = (accepted - sum(rates)) / information
+        self.level_variance += LEVEL_DRIFT
+        variance = 1.0 / information + self.level_variance + member.lead_variance
+        for_level, for_lead = self.level_variance / variance, member.lead_variance / variance
+        self.level += for_level * surprise
+        member.lead += for_lead * surprise
+        self.level_variance *= 1.0 - for_level
+        member.lead_variance *= 1.0 - for_lead
+        self.changes += 1
+
+
+@dataclass
 class Acceptance:
     """Conditional acceptance by position. `long_run` are rates over everything ever seen, the prior of new work.
 
@@ -72,10 +112,16 @@ class Acceptance:
     steps: int = 0
     changes: int = 0
     prior_weight: float = PRIOR_WEIGHT
+    kin: Kin = field(default_factory=Kin, repr=False)
+    lead: float = 0.0
+    lead_variance: float = LEAD_VARIANCE
+    """Of this drafter over its kin, in logits."""
+    _kin_changes: int = 0
     _up: _Departure = field(default_factory=_Departure)
     _down: _Departure = field(default_factory=_Departure)
-    _rates: list[float] | None = None
+    _rates: list[float] = field(default_factory=list)
     _curve: list[float] | None = None
+    _guessed: list[float] = field(default_factory=list)
 
     def see(self, drafted: int, accepted: int) -> bool:
         """A window with `drafted` drafts of which the first `accepted` stood. Tells whether the work has changed.
@@ -85,14 +131,17 @@ class Acceptance:
         reached = min(drafted, accepted + 1, MAX_POSITIONS)
         if not reached:
             return False
-        rates = self._rates[:reached] if self._rates is not None else self._first_rates(reached)
+        rates = self._rates[:reached] if self._is_fresh() else self._first_rates(reached)
+        if not self.copies:
+            self.kin.see(self, rates, accepted)
         self.now.add(reached, accepted, FORGET_COPIES if self.copies else FORGET)
+        guesses = self._guesses()
         for position in range(reached):
             if position == len(self.long_run):
-                self.long_run.append(self._guesses(position + 1)[position])
+                self.long_run.append(guesses[position])
             self.long_run[position] += LONG_RUN_SMOOTHING * (float(position < accepted) - self.long_run[position])
         self.steps += 1
-        self._rates = self._curve = None
+        self._forget_told()
         changed = False
         for side, odds in ((self._up, ODDS_RATIO), (self._down, 1.0 / ODDS_RATIO)):
             side.score = max(0.0, side.score + _log_likelihood_ratio(rates, accepted, odds))
@@ -114,8 +163,15 @@ class Acceptance:
         """The work has changed while this method was not heard: what was counted tells little now."""
         self.now.clear()
         self.prior_weight = DOUBTED_PRIOR_WEIGHT
+        self.kin.level_variance = max(self.kin.level_variance, TURNED_LEVEL_VARIANCE)
         self._up, self._down = _Departure(), _Departure()
-        self._rates = self._curve = None
+        self._forget_told()
+
+    def follow_kin(self) -> None:
+        """The work has changed, and another drafter tells how."""
+        self.now.clear()
+        self._up, self._down = _Departure(), _Departure()
+        self._forget_told()
 
     def rate(self, position: int) -> float:
         """Conditional acceptance at a position counted from 0; a guess beyond what was seen."""
@@ -123,19 +179,28 @@ class Acceptance:
 
     def rates(self) -> list[float]:
         """Of every position."""
-        if self._rates is None:
-            self._rates = self._first_rates(MAX_POSITIONS)
+        if not self._is_fresh():
+            self._rates, self._curve = self._first_rates(MAX_POSITIONS), None
+            self._kin_changes = self.kin.changes
         return self._rates
+
+    def _is_fresh(self) -> bool:
+        return bool(self._rates) and self._kin_changes == self.kin.changes
+
+    def _forget_told(self) -> None:
+        self._rates, self._curve, self._guessed = [], None, []
+        self.kin.changes += 1
 
     def _first_rates(self, count: int) -> list[float]:
         """Of the first `count` positions: most questions are about few."""
-        guesses = self._guesses(max(count, self.now.num_positions))
-        odds = math.exp(self._shift(guesses))
+        odds, weight = math.exp(self._shift()), self.prior_weight
+        if len(self.kin.members) > 1:
+            weight += KIN_PRIOR_WEIGHT
         found = []
-        for guess, hits, seen in zip(guesses[:count], self.now.hits, self.now.seen, strict=False):
+        for guess, hits, seen in zip(self._guesses()[:count], self.now.hits, self.now.seen, strict=False):
             # The guess with its odds shifted.
             prior = guess * odds / (1.0 - guess + guess * odds)
-            found.append((hits + self.prior_weight * prior) / (seen + self.prior_weight))
+            found.append((hits + weight * prior) / (seen + weight))
         return found
 
     def bonus(self, position: int) -> float:
@@ -144,9 +209,10 @@ class Acceptance:
 
     def curve(self) -> list[float]:
         """1 + the sum of survivals of the first 0, 1, ... MAX_POSITIONS - 1 drafts. Not to be changed."""
+        rates = self.rates()
         if self._curve is None:
             curve, survival = [1.0], 1.0
-            for rate in self.rates()[:-1]:
+            for rate in rates[:-1]:
                 survival *= rate
                 curve.append(curve[-1] + survival)
             self._curve = curve
@@ -158,30 +224,35 @@ class Acceptance:
 
     def _turn_to(self, side: _Departure) -> None:
         """The counts since the departure are those of the new work."""
+        self.kin.level_variance = max(self.kin.level_variance, TURNED_LEVEL_VARIANCE)
         self.now = side.counts
         self.prior_weight = PRIOR_WEIGHT
         self.changes += 1
         self._up, self._down = _Departure(), _Departure()
-        self._rates = self._curve = None
+        self._forget_told()
 
-    def _guesses(self, count: int) -> list[float]:
-        """Of the first `count` positions the long-run rate, beyond what was seen a guess from the position before."""
-        found = [min(max(rate, SMALLEST_RATE), LARGEST_RATE) for rate in self.long_run[:count]]
-        guess = found[-1] if found else OPTIMISM / UNSEEN_DECAY
-        while len(found) < count:
-            guess *= UNSEEN_DECAY
-            found.append(max(guess, SMALLEST_RATE))
-        return found
+    def _guesses(self) -> list[float]:
+        """The long-run rates, beyond what was seen a guess from the position before."""
+        if not self._guessed:
+            found = [min(max(rate, SMALLEST_RATE), LARGEST_RATE) for rate in self.long_run]
+            guess = found[-1] if found else (FIRST_GUESS_COPIES if self.copies else OPTIMISM) / UNSEEN_DECAY
+            while len(found) < MAX_POSITIONS:
+                guess = max(guess * UNSEEN_DECAY, SMALLEST_RATE)
+                found.append(guess)
+            self._guessed = found
+        return self._guessed
 
-    def _shift(self, guesses: list[float]) -> float:
-        """How much better the present work is than the long run, in logits, over all positions: it also tells of
-        positions that the present work has not reached."""
-        total, weights = 0.0, 2.0
-        known = slice(self.now.num_positions)
-        for guess, hits, seen in zip(guesses[known], self.now.hits[known], self.now.seen[known], strict=True):
-            present = (hits + 0.5) / (seen + 1.0)
+    def _shift(self) -> float:
+        """How much better the present work is than the long run, in logits: it also tells of positions that the present
+        work has not reached."""
+        return self.kin.level + self.lead if len(self.kin.members) > 1 else self.own_shift()
+
+    def own_shift(self) -> float:
+        """The same by the counts of this drafter alone."""
+        total, weights, known = 0.0, 2.0, self.now.num_positions
+        for guess, hits, seen in zip(self._guesses()[:known], self.now.hits, self.now.seen, strict=False):
             weight = min(seen, 20.0)
-            total += weight * (_logit(present) - _logit(guess))
+            total += weight * (_logit((hits + 0.5) / (seen + 1.0)) - _logit(guess))
             weights += weight
         return total / weights
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from localspec.core.records import MAX_ROWS
-from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Speech
+from localspec.engine.acceptance import MAX_POSITIONS, Acceptance, Kin, Speech
 from localspec.engine.step_costs import LEAST_MS, OFF, Arm, Mean, StepCosts, graph_rows
 
 CONTEXT_BUCKET_TOKENS = 4096
@@ -29,6 +29,7 @@ SHARING_GAIN = 0.15
 """Between 0.1 and 0.4 for three and four sequences with the published acceptance; the tests' figures."""
 CHEAP_DRAFT_SHARE = 0.01
 """Of a plain step: what asking a copying method costs until it was measured."""
+PLAIN_TOKENS = [1.0] * MAX_POSITIONS
 AHEAD_COUNT = 2
 """Measurements that a step counts for which no request asked for."""
 
@@ -42,6 +43,8 @@ class Learnt:
     speech: dict[tuple[str, str], Speech] = field(default_factory=dict)
     drafted: dict[tuple[str, str], Mean] = field(default_factory=dict)
     costs: dict[int, StepCosts] = field(default_factory=dict)
+    kin: dict[str, Kin] = field(default_factory=dict)
+    """The drafters with weights, by phase."""
     steps: int = 0
     """Measured in this run; says how old a figure is."""
 
@@ -148,6 +151,8 @@ class Knowledge:
 
     def tokens_by_depth(self, method: str, phase: str) -> list[float]:
         """Expected tokens of a window of 0, 1, ... MAX_POSITIONS - 1 drafts that has rows for them all."""
+        if method == OFF[0]:
+            return PLAIN_TOKENS
         first, _, second = method.partition("+")
         if second:
             share, sure = self.speech_of(f"{first}!", phase).share, self.acceptance_of(f"{first}!", phase).curve()
@@ -300,6 +305,8 @@ class Knowledge:
             elif like:
                 found.long_run = list(max(like, key=lambda a: a.steps).long_run)
             self.learnt.acceptance[method, phase] = found
+        if not found.copies and not found.kin.members:
+            self.learnt.kin.setdefault(phase, Kin()).add(found)
         return found
 
     def speech_of(self, method: str, phase: str) -> Speech:
@@ -355,23 +362,27 @@ class Prices:
     highest."""
 
     def __init__(self, known: Knowledge, phase: str, num_active: int, costs: dict[Arm, float]) -> None:
-        self.costs, self.phase, self.num_active = costs, phase, num_active
+        self.costs, self.phase = costs, phase
         self.rates: dict[Arm, float] = {}
         self.best: dict[str, Arm] = {}
-        shared = MAX_ROWS // num_active - 1
-        curves: dict[str, list[float]] = {}
+        self._known, self._num_active = known, num_active
+        self._shared = MAX_ROWS // num_active - 1
+        self._curves: dict[str, list[float]] = {}
+        highest: dict[str, float] = {}
         for arm, ms in costs.items():
-            method, depth = arm
-            if depth > shared:
-                tokens = known.tokens(method, depth, phase, num_active)
-            else:
-                curve = curves.get(method)
-                if curve is None:
-                    curve = curves[method] = known.tokens_by_depth(method, phase) if depth else [1.0]
-                tokens = curve[depth]
-            rate = self.rates[arm] = tokens / ms
-            if rate > self.rates.get(self.best.get(method, arm), 0.0) or method not in self.best:
-                self.best[method] = arm
+            method = arm[0]
+            rate = self.rates[arm] = self.tokens(*arm) / ms
+            if rate > highest.get(method, 0.0):
+                highest[method], self.best[method] = rate, arm
+
+    def tokens(self, method: str, depth: int) -> float:
+        """See `Knowledge.tokens`."""
+        if depth > self._shared:
+            return self._known.tokens(method, depth, self.phase, self._num_active)
+        curve = self._curves.get(method)
+        if curve is None:
+            curve = self._curves[method] = self._known.tokens_by_depth(method, self.phase)
+        return curve[depth]
 
 
 def _part_of(parts: Sequence[str], origin: str) -> str | None:

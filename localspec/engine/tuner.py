@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from localspec.core.records import MAX_ROWS
 from localspec.engine.confidence import RowBudget
+from localspec.engine.hearings import Hearings
 from localspec.engine.knowledge import CONTEXT_BUCKET_TOKENS, COPYING, ECHO, Knowledge, Learnt, Prices
 from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import Policy, RecentText, in_question
@@ -54,8 +55,11 @@ class Tuner:
     _flights: dict[int, deque[str]] = field(default_factory=dict)
     """Phases of the windows of each sequence whose results are not known yet."""
 
+    _hearings: Hearings = field(init=False)
+
     def __post_init__(self) -> None:
         self.known = Knowledge(self.depth_limits, self.fixed_rows, self.shares_rows)
+        self._hearings = Hearings(self.known, self.settings)
 
     @property
     def learnt(self) -> Learnt:
@@ -118,13 +122,16 @@ class Tuner:
         if hearing is not None and arm == hearing.arm and (drafted_by or method in COPYING):
             hearing.wanted -= 1
         in_use = hearing is None and arm == work.current
+        if in_use:
+            work.behind = max(work.behind + work.expected - accepted - 1, 0.0)
         if offered is not None and offered > len(drafted_by):
             # What was cut tells nothing; the window is as if no more had been asked for.
             if not drafted_by:
                 return phase
             arm = method, len(drafted_by)
         if self.known.see_window(arm, phase, drafted_by, accepted, in_use):
-            self._alarm(phase)
+            speaker = drafted_by[0] if drafted_by else ""
+            self._alarm(phase, speaker if speaker in self.depth_limits and speaker not in COPYING else "")
         return phase
 
     def see_shadow(self, sequence: Sequence, num_active: int, run: int, is_sure: bool, is_echo: bool) -> None:
@@ -208,12 +215,7 @@ class Tuner:
     def due_in(self, method: str, phase: str, num_active: int, bucket: int) -> int:
         """Steps until a method that is not in use is heard; 0 or less: now."""
         prices = self.known.prices(phase, num_active, bucket)
-        work = self.work_of(phase, num_active)
-        return (
-            self._interval(work, method, prices)
-            + work.heard_at.get(method, -self.settings.longest_interval_steps)
-            - work.step
-        )
+        return self._hearings.due_in(self.work_of(phase, num_active), method, prices)
 
     def _take_off(self, sequence: Sequence, num_active: int) -> str:
         """The phase of the sequence's next window, remembered until its result is known. Echo is work of its own for a
@@ -238,7 +240,7 @@ class Tuner:
 
     def _decide(self, work: Work, phase: str, num_active: int, bucket: int) -> None:
         if work.hearing is not None:
-            if self._listens_on(work.hearing, phase):
+            if self._hearings.listens_on(work.hearing, work, phase):
                 return
             work.heard_at[work.hearing.arm[0]] = work.step
             work.alarmed |= work.hearing.contends(work, self.known, phase, self.settings)
@@ -247,6 +249,8 @@ class Tuner:
         if work.is_dear:
             paid = min(paid, work.step // self.settings.settling)
         interval = max(self.settings.decide_every_steps, paid)
+        if work.is_dear and work.behind > self.settings.far_behind_tokens:
+            work.alarmed |= work.is_overtaken(self.known, phase)
         if not work.alarmed and work.step - work.decided_at < interval:
             return
         work.alarmed, work.decided_at = False, work.step
@@ -255,20 +259,19 @@ class Tuner:
         if prices.costs:
             paid_ms = self.settings.decision_ms / self.settings.decision_share
             work.paid_every_steps = math.ceil(paid_ms / prices.costs[OFF])
-        rates = prices.rates
-        if not self._keep_best_replayed(work, phase, num_active, prices.costs, rates):
-            self._keep_best(work, rates)
-        due = self._due(work, num_active, bucket, prices)
+        if not self._keep_best_replayed(work, phase, num_active, prices):
+            self._keep_best(work, prices.rates)
+        work.expect(prices)
+        due = self._hearings.due(work, bucket, prices)
         if due is not None:
             left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
             work.hearing = Hearing(due, left, self.settings.hearing_windows)
             self.reason = f"trying {due[0]} at depth {due[1]}"
 
-    def _keep_best_replayed(
-        self, work: Work, phase: str, num_active: int, costs: dict[Arm, float], rates: dict[Arm, float]
-    ) -> bool:
+    def _keep_best_replayed(self, work: Work, phase: str, num_active: int, prices: Prices) -> bool:
         """Choose by what the choices that come into question would have done with the text that was just written; of a
         single sequence together with the choice for text that repeats itself. False while too little is known."""
+        costs, rates = prices.costs, prices.rates
         usual_phase = self._phases_at_echo.get(num_active, phase) if phase == ECHO else phase
         text = self.recent.get((usual_phase, num_active))
         usual = echo = work
@@ -280,6 +283,8 @@ class Tuner:
             return False
 
         def tokens(method: str, depth: int) -> float:
+            if usual_phase == phase:
+                return prices.tokens(method, depth)
             return self.known.tokens(method, depth, usual_phase, num_active)
 
         policies = {current, Policy(OFF, OFF)}
@@ -299,21 +304,12 @@ class Tuner:
         self._tell(work, found[current], found[Policy(OFF, OFF)])
         return True
 
-    def _listens_on(self, hearing: Hearing, phase: str) -> bool:
-        hearing.left -= 1
-        if hearing.wanted > 0:
-            return hearing.left > 0
-        # It may have done better than it should have: listen on until that is explained.
-        method = hearing.arm[0].split("+")[-1]
-        suspicious = self.known.acceptance_of(method, phase).suspicion > self.settings.suspicion
-        return suspicious and hearing.left > -self.settings.longest_hearing_steps
-
     def _keep_best(self, work: Work, rates: dict[Arm, float]) -> None:
         if not rates:
             return
         best = max(rates, key=lambda arm: rates[arm])
         current = rates.get(work.current, 0.0)
-        if rates[best] > current * (1.0 + self.settings.margin):
+        if rates[best] > current * (1.0 + self.settings.margin_of(best, work.current)):
             work.current = best
         self._tell(work, rates.get(work.current, 0.0), rates.get(OFF))
 
@@ -321,59 +317,20 @@ class Tuner:
         gain = rate / plain if plain else 1.0
         self.reason = f"measured ×{gain:.2f} of plain" if work.current != OFF else "plain is fastest here"
 
-    def _due(self, work: Work, num_active: int, bucket: int, prices: Prices) -> Arm | None:
-        """Who is heard now: plain decoding and methods whose cost nobody knows first."""
-        if not self.known.verify_curve(bucket):
-            return OFF
-        room = self.known.room(num_active)
-        in_use = work.current[0].split("+")[-1]
-        for method, limit in self.depth_limits.items():
-            if "+" in method or not min(limit, room):
-                continue
-            if not self.known.draft_curve(method, bucket):
-                return method, min(3, limit, room)
-            if method == in_use:
-                continue
-            interval = self._interval(work, method, prices)
-            if work.step - work.heard_at.get(method, -interval) >= interval:
-                return prices.best[method]
-        return self._deeper(work, prices)
-
-    def _deeper(self, work: Work, prices: Prices) -> Arm | None:
-        """One draft more than now, where that might win for all that is known of it."""
-        method, depth = work.current
-        deeper, costs = (method, depth + 1), prices.costs
-        if not depth or deeper not in costs or work.step - work.deepened_at < self.settings.deepen_every_steps:
-            return None
-        tokens = [self.known.tokens(method, n, prices.phase, work.num_active) for n in (depth - 1, depth)]
-        known = self.known.acceptance_of(method.split("+")[-1], prices.phase)
-        hoped = tokens[1] + (tokens[1] - tokens[0]) * min(known.rate(depth) + known.bonus(depth), 0.98)
-        if hoped / costs[deeper] <= tokens[1] / costs[work.current]:
-            return None
-        work.deepened_at = work.step
-        return deeper
-
-    def _interval(self, work: Work, method: str, prices: Prices) -> int:
-        """Steps between two hearings: what one loses, over the share of time that may be lost. Where even drafts that
-        are all right could not win, there is hardly ever one."""
-        settings = self.settings
-        own = prices.best.get(method)
-        if work.current not in prices.costs or own is None:
-            return settings.shortest_interval_steps
-        rate = prices.rates[work.current]
-        if max((1 + depth) / ms for (name, depth), ms in prices.costs.items() if name == method) < rate:
-            return settings.hopeless_interval_steps
-        loss = max(1.0 - prices.rates[own] / rate, 0.05) * settings.usual_hearing_steps
-        longest, shortest = settings.longest_interval_steps, settings.shortest_interval_steps
-        return int(min(max(loss / settings.hearing_share, shortest), longest))
-
-    def _alarm(self, phase: str) -> None:
-        """The work has changed: decide at once, and hear the others soon."""
+    def _alarm(self, phase: str, of: str = "") -> None:
+        """The work has changed: decide at once, and hear those soon of whom what is in use does not tell. of: the
+        drafter with weights that noticed; empty: the text itself, which says nothing of such drafters."""
         for (name, _), work in self.work.items():
-            if name == phase:
-                work.alarmed = True
-                for method in self.depth_limits:
-                    if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
-                        self.known.acceptance_of(method, phase).doubt()
-                soon = work.step - self.settings.longest_interval_steps + 4
-                work.heard_at = {method: min(step, soon) for method, step in work.heard_at.items()}
+            if name != phase:
+                continue
+            work.alarmed = True
+            soon = work.step - self.settings.longest_interval_steps + 4
+            for method in self.depth_limits:
+                if work.hears_kin_of(method):
+                    if of and method != of and "+" not in method:
+                        self.known.acceptance_of(method, phase).follow_kin()
+                    continue
+                if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
+                    self.known.acceptance_of(method, phase).doubt()
+                if method in work.heard_at and method != "ngram":
+                    work.heard_at[method] = min(work.heard_at[method], soon)
