@@ -30,6 +30,7 @@ __all__ = [
     "mma_v2",
     "triton_version",
     "version_problem",
+    "view_shared",
 ]
 
 
@@ -52,6 +53,9 @@ def version_problem() -> str | None:
 copy_to_shared = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 # A barrier among the threads of one block: the name changed after 3.6.
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# The same shared memory in another shape and layout: the name lost its underscore after 3.6.
+_shared = gl.shared_memory_descriptor
+view_shared = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
 
 
 def compile_for(

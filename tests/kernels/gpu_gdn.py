@@ -9,6 +9,7 @@ import torch
 
 from localspec.kernels import reference_gdn
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights
+from localspec.kernels.triton import gdn_window as window_module
 from localspec.kernels.triton.gdn_fold import gdn_fold
 from localspec.kernels.triton.gdn_prefill import gdn_prefill
 from localspec.kernels.triton.gdn_window import gdn_window
@@ -36,9 +37,10 @@ def _window(inputs: GdnInputs, weights: GdnWeights, state: GdnState) -> torch.Te
     return found
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_window_matches_the_reference(heads: tuple[int, int, int, int]) -> None:
-    inputs, weights, state = gdn_case(heads, 4, 16, seed=1)
+@pytest.mark.parametrize("taps", [4, 3, 2])
+@pytest.mark.parametrize("heads", [*HEADS, (1, 3, 16, 32), (1, 2, 256, 16)], ids=str)
+def test_window_matches_the_reference(heads: tuple[int, int, int, int], taps: int) -> None:
+    inputs, weights, state = gdn_case(heads, 4, 16, seed=taps, taps=taps)
     inputs = with_windows(inputs, [(0, 1), (0, 0), (1, 9), (10, 3)], [0, 5, 16, 2])
     expected_state = clone_state(state)
     before = clone_state(state)
@@ -50,6 +52,59 @@ def test_window_matches_the_reference(heads: tuple[int, int, int, int]) -> None:
         ours, theirs = getattr(state, field.name), getattr(expected_state, field.name)
         assert relative_error(ours, theirs) < 1e-5, field.name
         assert torch.equal(ours[1], getattr(before, field.name)[1]), f"{field.name} of an idle slot changed"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_window_length_gives_the_same_rows(seed: int) -> None:
+    """Each length against the reference, and each row's output and records against those of the longest window; the
+    seed is the number of parts of a gate."""
+    inputs, weights, start = gdn_case(HEADS[0], 1, 16, seed=seed)
+    pending = [0, 7, 16][seed]
+    longest = clone_state(start)
+    whole = _window(with_windows(inputs, [(0, 16)], [pending]), weights, longest)
+    for count in range(1, 17):
+        state, expected_state = clone_state(start), clone_state(start)
+        rows = with_windows(inputs, [(0, count)], [pending])
+        found = _window(rows, weights, state)
+        expected = reference_gdn.gdn(rows, weights, expected_state)
+        assert relative_error(found[:count], expected[:count]) < 4e-3, f"{count} rows"
+        assert not found[count:].any()
+        assert torch.equal(found[:count], whole[:count]), f"{count} rows"
+        assert torch.equal(state.recurrent, longest.recurrent)
+        assert torch.equal(state.conv[:, :, : 3 + count], longest.conv[:, :, : 3 + count])
+        for name in ("ring_k", "ring_u", "ring_decay"):
+            ours = getattr(state, name)
+            assert torch.equal(ours[:, :count], getattr(longest, name)[:, :count]), f"{name} of {count} rows"
+            assert torch.equal(ours[:, count:], getattr(start, name)[:, count:]), f"{name} behind {count} rows"
+
+
+def test_every_form_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weights, start = gdn_case(HEADS[0], 1, 16, seed=8)
+    inputs = with_windows(inputs, [(0, 13)], [5])
+    found, states = [], []
+    for form in ((64, 8), (32, 4), (64, 4), (128, 8), (16, 4)):
+        monkeypatch.setattr(window_module, "window_shape", lambda *_, form=form: form)
+        states.append(clone_state(start))
+        found.append(_window(inputs, weights, states[-1]))
+    for out, state in zip(found[1:], states[1:], strict=True):
+        assert torch.equal(out, found[0])
+        for field in fields(GdnState):
+            assert torch.equal(getattr(state, field.name), getattr(states[0], field.name)), field.name
+
+
+@pytest.mark.parametrize("pending", [1, 2, 15, 16])
+def test_the_lazy_fold_is_the_fold(pending: int) -> None:
+    inputs, weights, lazy = gdn_case(HEADS[0], 1, 16, seed=9)
+    folded = clone_state(lazy)
+    gdn_fold(folded, torch.tensor([pending], device=DEVICE))
+    first = _window(with_windows(inputs, [(0, 5)], [0]), weights, folded)
+    other = _window(with_windows(inputs, [(0, 5)], [pending]), weights, lazy)
+    assert torch.equal(first, other)
+    for field in fields(GdnState):
+        ours, theirs = getattr(folded, field.name), getattr(lazy, field.name)
+        if field.name == "conv":
+            ours, theirs = ours[:, :, :8], theirs[:, :, :8]
+        assert torch.equal(ours, theirs), field.name
 
 
 def test_bits_do_not_depend_on_how_rows_are_cut_into_windows() -> None:
@@ -88,7 +143,8 @@ def test_row_bits_do_not_depend_on_other_slots() -> None:
     windows = [(0, 4), (4, 4), (8, 4), (12, 4)]
     pending = [0, 3, 4, 1]
     start = clone_state(state)
-    whole = _window(with_windows(inputs, windows, pending), weights, state)
+    together = replace(with_windows(inputs, windows, pending), slot_rows_bound=4)  # in the form of several slots
+    whole = _window(together, weights, state)
     for slot in range(4):
         alone = GdnState(*(getattr(start, field.name)[slot : slot + 1].clone() for field in fields(GdnState)))
         rows = with_windows(row_slice(inputs, 4 * slot, 4 * slot + 4), [(0, 4)], [pending[slot]])

@@ -14,11 +14,14 @@ from localspec.kernels import reference_gdn, reference_settle  # isort: skip
 from localspec.kernels.backends.reference import ReferenceOps  # isort: skip
 from localspec.kernels.ops import GdnInputs, GdnState, GdnWeights, Norm, Paging, Settled, Window  # isort: skip
 from localspec.kernels.triton import attention, attention_blocks, attention_prefill, elementwise, gdn_fold  # isort: skip
-from localspec.kernels.triton import gdn_prefill, gdn_window, norm_rope, settle  # isort: skip
+from localspec.kernels.triton import gdn_prefill, gdn_rows, gdn_window, norm_rope, settle  # isort: skip
 from localspec.kernels.triton.dense_linear import DenseMatrix, dense_linear  # isort: skip
+
+from tests.helpers.interpreted_gluon import interpret  # isort: skip
 
 REFERENCE = ReferenceOps(torch.device("cpu"))
 torch.set_num_threads(1)
+interpret(gdn_rows, gdn_window)
 
 
 def _close(found: Tensor, expected: Tensor, bound: float) -> None:
@@ -105,15 +108,17 @@ def test_attention_refuses_what_it_cannot_read() -> None:
         attention.paged_attention(torch.randn(1, 2, 32), k, v, replace(where, max_key_bound=9999), bounds, 1.0)
 
 
-def _gdn_case(heads: tuple[int, int, int, int], rows: int, kind: str) -> tuple[GdnInputs, GdnWeights, GdnState]:
+def _gdn_case(
+    heads: tuple[int, int, int, int], rows: int, kind: str, taps: int = 4
+) -> tuple[GdnInputs, GdnWeights, GdnState]:
     hk, hv, dk, dv = heads
     torch.manual_seed(rows)
     channels = 2 * hk * dk + hv * dv
     weights = GdnWeights(
-        torch.randn(channels, 4) * 0.5, torch.randn(hv) * 0.5, torch.randn(hv), torch.randn(dv), 1e-6, hk, hv, dk, dv
+        torch.randn(channels, taps) * 0.5, torch.randn(hv) * 0.5, torch.randn(hv), torch.randn(dv), 1e-6, hk, hv, dk, dv
     )
     keys = torch.nn.functional.normalize(torch.randn(4, 16, hk, dk), dim=-1)
-    conv = torch.randn(4, channels, 19)
+    conv = torch.randn(4, channels, taps + 15)
     state = GdnState(torch.randn(4, hv, dv, dk), conv, keys, torch.randn(4, 16, hv, dv), torch.rand(4, 16, hv))
     none = torch.zeros(4, dtype=torch.int64)
     qkv = torch.randn(rows, channels + 5)[:, :channels]
@@ -126,11 +131,18 @@ def _clone(state: GdnState) -> GdnState:
     return GdnState(*(getattr(state, field.name).clone() for field in fields(GdnState)))
 
 
-@pytest.mark.parametrize(("heads", "block"), [((1, 3, 16, 32), 16), ((2, 2, 32, 16), 16)], ids=str)
-def test_gdn_window_and_fold(heads: tuple[int, int, int, int], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs a head, and one."""
-    monkeypatch.setattr(gdn_window, "window_shape", lambda *_: (block, 4))
-    inputs, weights, state = _gdn_case(heads, 16, "verify")
+@pytest.mark.parametrize(
+    ("heads", "form", "taps"),
+    [((1, 3, 16, 32), (16, 4), 4), ((2, 2, 32, 16), (16, 8), 3), ((1, 2, 64, 16), (16, 4), 2)],
+    ids=str,
+)
+def test_gdn_window_and_fold(
+    heads: tuple[int, int, int, int], form: tuple[int, int], taps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs a head, and one; rounds of two rows, which begin with columns before the window twice, and of four;
+    keys of one tile and of two."""
+    monkeypatch.setattr(gdn_window, "window_shape", lambda *_: form)
+    inputs, weights, state = _gdn_case(heads, 16, "verify", taps)
     inputs = replace(
         inputs,
         slots=torch.tensor([0] + [2] * 9 + [3] * 3 + [-1] * 3),

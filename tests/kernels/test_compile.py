@@ -41,11 +41,10 @@ class Case:
     targets: tuple[int, ...] = TARGETS
     exact: bool = False
     """Compiled without contraction, as it is launched."""
-    several_slots: bool = False
     """Within the registers that a window over several slots is held to."""
 
 
-_WINDOW_FORM = {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "EPS": 1e-6, "ASM": True}
+_WINDOW_FORM = {**HEADS, **_STEP, "TAPS": 4, "GATE_PARTS": 3, "KI": 32, "EPS": 1e-6}
 _WINDOW = {"starts_ptr": INT64, "counts_ptr": INT64, "pending_ptr": INT64, "slots_ptr": INT64}
 _PROJECTED = {"qkv_ptr": BF16, "a_ptr": BF16, "b_ptr": BF16, "conv_ptr": BF16, "z_ptr": BF16, "out_ptr": BF16}
 _HALVES = {"q_ptr": FP16, "k_ptr": FP16, "w_ptr": FP16, "scores_ptr": FP16}
@@ -147,20 +146,22 @@ _WIDE_WINDOW = Case(
     "gdn_window",
     "gdn_window_kernel",
     _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-    _WINDOW_FORM | {"BLOCK_V": 64},
+    _WINDOW_FORM | {"BLOCK_V": 64, "NW": 8},
     8,
     by_target=_DEPENDENT,
+    exact=True,
     targets=(80, 89, 90, 100, 120),  # no card of 86 has room for all programs of a 27B
 )
 CASES = (
     _WIDE_WINDOW,
-    replace(_WIDE_WINDOW, several_slots=True),
+    replace(_WIDE_WINDOW, constants=_WIDE_WINDOW.constants | {"NW": 4}, num_warps=4),  # of several slots
     Case(
         "gdn_window",
         "gdn_window_kernel",
         _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        _WINDOW_FORM | {"BLOCK_V": 32},
+        _WINDOW_FORM | {"BLOCK_V": 32, "NW": 4},
         by_target=_DEPENDENT,
+        exact=True,
         targets=(80, 86, 89, 120),  # those of 90 and 100 all have
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
@@ -305,7 +306,6 @@ def compiled(case: Case, target: int) -> Any:
     from importlib import import_module
 
     from localspec.kernels.compat import compile_for
-    from localspec.kernels.triton.gdn import SHARED_REGISTERS
 
     kernel = getattr(import_module(f"localspec.kernels.triton.{case.module}"), case.kernel)
     constants = case.constants | case.by_target.get(target, {})
@@ -318,8 +318,6 @@ def compiled(case: Case, target: int) -> Any:
         )
         signature[name] = case.types.get(name, default)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": not case.exact}
-    if case.several_slots:
-        options["maxnreg"] = SHARED_REGISTERS
     return compile_for(kernel, target, signature, constants, options)
 
 

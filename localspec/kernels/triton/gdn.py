@@ -16,7 +16,6 @@ from localspec.kernels.triton.cards import multiprocessors
 
 L2_EPS = 1e-6
 KEY_INNER = 16
-SHARED_REGISTERS = 128
 
 
 @triton.jit
@@ -59,16 +58,9 @@ def softplus(x):
 def update_state(state, decay, keys, update):
     """S <- decay * S + update * keys. The one place where the recurrence changes the state.
 
-    state: [V, KO, KI]; keys: [KO, KI]; update: [V]. The FMA is explicit: no context may contract it in another way.
+    keys and update broadcast to the state. The FMA is explicit: no context may contract it in another way.
     """
-    columns = tl.broadcast_to(update[:, None, None], state.shape)
-    return tl.fma(columns, tl.broadcast_to(keys[None, :, :], state.shape), state * decay)
-
-
-@triton.jit
-def read_state(state, vector):
-    """S vector -> [V]. state: [V, KO, KI]; vector: [KO, KI]. KO lies within a thread, so its sum goes first."""
-    return tl.sum(tl.sum(state * vector[None, :, :], axis=1), axis=1)
+    return tl.fma(tl.broadcast_to(update, state.shape), tl.broadcast_to(keys, state.shape), state * decay)
 
 
 @triton.jit
@@ -76,7 +68,10 @@ def fold_rows(
     state, keys_ptr, updates_ptr, decay_ptr, pending, key_offsets, value_offsets, key_stride, value_stride,
     decay_stride,
 ):  # fmt: skip
-    """Apply the first `pending` (at least one) records of one slot and value head, loading one record ahead."""
+    """Apply the first `pending` (at least one) records of one slot and value head, loading one record ahead.
+
+    state: [V, KO, KI]; key_offsets: [KO, KI]; value_offsets: [V].
+    """
     keys = tl.load(keys_ptr + key_offsets)
     update = tl.load(updates_ptr + value_offsets)
     decay = tl.load(decay_ptr)
@@ -85,7 +80,7 @@ def fold_rows(
         next_keys = tl.load(keys_ptr + following * key_stride + key_offsets)
         next_update = tl.load(updates_ptr + following * value_stride + value_offsets)
         next_decay = tl.load(decay_ptr + following * decay_stride)
-        state = update_state(state, decay, keys, update)
+        state = update_state(state, decay, keys[None, :, :], update[:, None, None])
         keys, update, decay = next_keys, next_update, next_decay
     return state
 
@@ -97,38 +92,15 @@ def norm_and_gate(mixed, gate, weight, eps, DV: tl.constexpr):
     return mixed * scale[:, None] * weight[None, :] * (gate / (1.0 + tl.exp(-gate)))
 
 
-@triton.jit
-def store_values(pointers, values, ASM: tl.constexpr):
-    """Store float32 values from where they lie: `tl.store` would first spread them over threads, behind barriers.
+def window_shape(value_heads: int, value_dim: int, device: torch.device, several: bool) -> tuple[int, int]:
+    """Values of a head that one program of a window holds, and its warps. several: rows are of more than one slot.
 
-    Lanes that hold the same value store it each. ASM: False where the kernel is interpreted.
-    """
-    if ASM:
-        places = pointers.to(tl.int64)
-        tl.inline_asm_elementwise(
-            "st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [places, values], tl.int32, is_pure=False, pack=1
-        )
-    else:
-        tl.store(pointers, values)
-
-
-def window_shape(value_heads: int, value_dim: int, device: torch.device) -> tuple[int, int]:
-    """Values of a head that one program of a window holds, and its warps.
-
-    On an H200 64 with eight warps make a step 4% shorter than 32 with four (27B shapes). They leave a multiprocessor no
-    room for a second program, so smaller cards, where a sequence's programs would take turns, keep to 32.
+    On an H200 64 values make a step shorter than 32 (27B shapes), with eight warps where each program has a
+    multiprocessor for itself, with four where several slots' programs share them. On smaller cards, where a sequence's
+    programs would take turns, 32.
     """
     large = value_heads * max(1, value_dim // 64) <= multiprocessors(device)
-    return (min(64, value_dim), 8) if large else (min(32, value_dim), 4)
-
-
-def window_registers(num_rows: int, slot_rows_bound: int, num_warps: int) -> int | None:
-    """Of a thread at most; None: as many as it takes.
-
-    Rows of more than one slot are more programs than places: two then share a multiprocessor, which makes a step of
-    four sequences 4% shorter on an H200. One slot has room, and is faster without spills.
-    """
-    return SHARED_REGISTERS if num_rows > slot_rows_bound and num_warps == 8 else None
+    return (min(64, value_dim), 4 if several else 8) if large else (min(32, value_dim), 4)
 
 
 def state_warps(key_dim: int, value_dim: int) -> int:

@@ -151,6 +151,11 @@ def keep_newest_kernel(
     inside = column < width
     if NORM > 0:
         factors = norm_factors(weight_ptr, column, inside, NORM)
+    slot = tl.arange(0, SLOTS)
+    is_slot = slot < num_slots
+    # Nothing in a proposal changes lengths and depths.
+    length = tl.load(lengths_ptr + slot, mask=is_slot, other=0)
+    depth = tl.load(depths_ptr + slot, mask=is_slot, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,17 +163,13 @@ def keep_newest_kernel(
         own, at = tl.load(slots_ptr + row), tl.load(positions_ptr + row)
         # Asked for before it is known whether it is wanted: one round trip to memory less.
         value = tl.load(hidden_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        if (own >= 0) & (at == tl.load(lengths_ptr + tl.maximum(own, 0)) - 2):
+        if (own >= 0) & (at == tl.sum(tl.where(slot == own, length, 0), axis=0) - 2):
             if NORM > 0:
                 value = normed(value, factors, width, eps)
             tl.store(kept_ptr + own * width + column, value.to(kept_ptr.dtype.element_ty), mask=inside)
     else:
         rows = tl.arange(0, ROWS)
         owners, positions = tl.load(slots_ptr + rows), tl.load(positions_ptr + rows)
-        slot = tl.arange(0, SLOTS)
-        is_slot = slot < num_slots
-        length = tl.load(lengths_ptr + slot, mask=is_slot, other=0)
-        depth = tl.load(depths_ptr + slot, mask=is_slot, other=0)
         before = tl.load(kept_position_ptr + slot, mask=is_slot, other=-1)
         at_end = (owners[:, None] == slot[None, :]) & (positions[:, None] == (length - 2)[None, :])
         has_newest = tl.max(at_end.to(tl.int32), axis=0) > 0
