@@ -22,10 +22,10 @@ FORGET = 0.997
 FORGET_COPIES = 0.95
 PRIOR_WEIGHT = 3.0
 """Observations that the long-run rate of a position stands for."""
-LEVEL_VARIANCE, LEAD_VARIANCE = 1.0, 0.08
+LEVEL_VARIANCE, LEAD_VARIANCE = 1.0, 0.16
 """In squared logits: of how hard the work is before any of it is known, and of how far a drafter is from its kin."""
-LEVEL_DRIFT, TURNED_LEVEL_VARIANCE = 0.01, 0.3
-"""Variance that the work gains with every window, and has at least when it has changed."""
+LEVEL_DRIFT, LEAD_DRIFT, TURNED_LEVEL_VARIANCE = 0.003, 0.00005, 0.3
+"""Variance that the work and each drafter's lead gain with every window, and the work has at least when it changed."""
 KIN_PRIOR_WEIGHT = 27.0
 """Beside PRIOR_WEIGHT, where kin tell: the counts of a drafter are of the parts of the text in which it was heard."""
 SPEECH_SMOOTHING = 0.03
@@ -96,6 +96,8 @@ class Kin:
         member.lead += for_lead * surprise
         self.level_variance *= 1.0 - for_level
         member.lead_variance *= 1.0 - for_lead
+        for each in self.members:
+            each.lead_variance = min(each.lead_variance + LEAD_DRIFT, LEAD_VARIANCE)
         self.changes += 1
 
 
@@ -217,6 +219,12 @@ class Acceptance:
                 curve.append(curve[-1] + survival)
             self._curve = curve
         return self._curve
+
+    def hope(self, depth: int) -> float:
+        """Share by which a window of `depth` drafts brings more with a lead a standard deviation higher."""
+        curve = self.curve()
+        weighted = sum(place * (curve[place] - curve[place - 1]) for place in range(1, depth + 1))
+        return math.sqrt(self.lead_variance) * (1.0 - self.rate(0)) * weighted / curve[depth]
 
     def tokens_per_step(self, depth: int) -> float:
         """1 + the sum of survivals of the first `depth` drafts."""

@@ -25,7 +25,7 @@ class Hearings:
         """Who is heard now: plain decoding and methods whose cost nobody knows first."""
         if not self.known.verify_curve(bucket):
             return OFF
-        room, soonest = self.known.room(work.num_active), self.settings.shortest_interval_steps
+        room, soonest = self.known.room(work.num_active), self.settings.kin_interval_steps
         for method, limit in self.known.depth_limits.items():
             if "+" in method or not min(limit, room):
                 continue
@@ -36,6 +36,15 @@ class Hearings:
             if method != work.in_use and self.due_in(work, method, prices) <= 0:
                 return prices.best[method]
         return self._deeper(work, prices)
+
+    def hearing_of(self, arm: Arm, work: Work) -> Hearing:
+        """Begins one. Of drafters that are nearly as good as the one in use a longer one costs little."""
+        settings = self.settings
+        if arm == OFF:
+            return Hearing(arm, settings.plain_steps, settings.hearing_windows)
+        is_kin = work.hears_kin_of(arm[0]) and arm[0] not in (work.current[0], work.in_use)
+        wanted = settings.kin_windows if is_kin else settings.hearing_windows
+        return Hearing(arm, settings.longest_hearing_steps + wanted - 1, wanted)
 
     def due_in(self, work: Work, method: str, prices: Prices) -> int:
         """Steps until a method that is not in use is heard; 0 or less: now."""
@@ -71,8 +80,9 @@ class Hearings:
             return settings.hopeless_interval_steps
         if method not in COPYING:
             if work.hears_kin_of(method):
-                if prices.rates[own] * settings.kin_differ < rate:
-                    return settings.hopeless_interval_steps
+                hope = settings.hopes * self.known.acceptance_of(method, prices.phase).hope(own[1])
+                hoped = prices.rates[own] * (1.0 + hope)
+                return settings.hopeless_interval_steps if hoped < rate else settings.kin_interval_steps
             elif self._speaker_of_kin(prices) != method:
                 return settings.hopeless_interval_steps
         loss = max(1.0 - prices.rates[own] / rate, 0.05) * settings.usual_hearing_steps

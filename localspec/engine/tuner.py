@@ -264,8 +264,7 @@ class Tuner:
         work.expect(prices)
         due = self._hearings.due(work, bucket, prices)
         if due is not None:
-            left = self.settings.longest_hearing_steps if due != OFF else self.settings.plain_steps
-            work.hearing = Hearing(due, left, self.settings.hearing_windows)
+            work.hearing = self._hearings.hearing_of(due, work)
             self.reason = f"trying {due[0]} at depth {due[1]}"
 
     def _keep_best_replayed(self, work: Work, phase: str, num_active: int, prices: Prices) -> bool:

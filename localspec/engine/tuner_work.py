@@ -47,8 +47,12 @@ class TunerSettings:
     shortest_interval_steps: int = 16
     longest_interval_steps: int = 64
     hopeless_interval_steps: int = 1024
-    kin_differ: float = 1.05
-    """A drafter with weights that is expected to be this much slower than the one in use is hardly ever heard."""
+    hopes: float = 1.0
+    """Standard deviations by which a drafter may be better than expected: one that even then is slower than its kin in
+    use is hardly ever heard."""
+    kin_windows: int = 6
+    """Of a hearing of another."""
+    kin_interval_steps: int = 8
     deepen_every_steps: int = 12
     contending: float = 0.9
     """Where decisions are dear, what was heard is decided about at once if it has so much of the rate of what is in

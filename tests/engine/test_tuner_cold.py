@@ -149,3 +149,16 @@ def test_where_copies_are_in_use_one_drafter_is_heard_for_all() -> None:
     due = [method for method in ("good", "poor", "dear") if tuner._hearings.due_in(work, method, prices) <= -900]
     assert due == ["good"]
     assert tuner.known.prices(ECHO, 1, 0).best["good"]
+
+
+def test_a_drafter_that_might_win_is_heard_until_it_is_known() -> None:
+    """Listed last and the best: the one that was used first keeps the others away only while they could not win."""
+    counts = run(cold_tuner(), 900, 4, {"good": 0.5, "poor": 0.8})
+    assert counts["poor"] > 600, counts
+    kin, member = Kin(), Acceptance()
+    kin.add(member)
+    kin.add(Acceptance())
+    before = member.hope(3)
+    for _ in range(40):
+        member.see(3, 1)
+    assert member.hope(3) < 0.6 * before
