@@ -308,7 +308,7 @@ class Tuner:
             return
         best = max(rates, key=lambda arm: rates[arm])
         current = rates.get(work.current, 0.0)
-        if rates[best] > current * (1.0 + self.settings.margin_of(best, work.current)):
+        if rates[best] > current * (1.0 + self.settings.margin_of(best, work.current, work.is_dear)):
             work.current = best
         self._tell(work, rates.get(work.current, 0.0), rates.get(OFF))
 
@@ -317,19 +317,20 @@ class Tuner:
         self.reason = f"measured ×{gain:.2f} of plain" if work.current != OFF else "plain is fastest here"
 
     def _alarm(self, phase: str, of: str = "") -> None:
-        """The work has changed: decide at once, and hear those soon of whom what is in use does not tell. of: the
-        drafter with weights that noticed; empty: the text itself, which says nothing of such drafters."""
+        """The work has changed: decide at once, and hear the others soon; where decisions are dear, only those of whom
+        what is in use does not tell. of: the drafter with weights that noticed; empty: the text itself, which says
+        nothing of such drafters."""
         for (name, _), work in self.work.items():
             if name != phase:
                 continue
             work.alarmed = True
             soon = work.step - self.settings.longest_interval_steps + 4
             for method in self.depth_limits:
-                if work.hears_kin_of(method):
+                if work.is_dear and work.hears_kin_of(method):
                     if of and method != of and "+" not in method:
                         self.known.acceptance_of(method, phase).follow_kin()
                     continue
                 if work.step - work.heard_at.get(method, work.step) > self.settings.shortest_interval_steps:
                     self.known.acceptance_of(method, phase).doubt()
-                if method in work.heard_at and method != "ngram":
+                if method in work.heard_at and not (work.is_dear and method == "ngram"):
                     work.heard_at[method] = min(work.heard_at[method], soon)

@@ -9,7 +9,7 @@ from localspec.engine.knowledge import COPYING, Knowledge, Learnt, Prices
 from localspec.engine.step_costs import OFF, Arm
 from localspec.engine.text_replay import RecentText
 
-CHEAP_EVERY_STEPS = 8
+CHEAP_EVERY_STEPS = 12
 """Decisions that may be made so often are cheap."""
 
 
@@ -20,7 +20,7 @@ class TunerSettings:
 
     margin: float = 0.015
     other_margin: float = 0.04
-    """Of another drafter, of which less is known than of what is in use."""
+    """Where decisions are dear, of another drafter, of which less is known than of what is in use."""
     copies_margin: float = 0.5
     """Of copies alone over another method, where there is too little text to go through: they come in long runs, so a
     few windows tell little."""
@@ -60,9 +60,9 @@ class TunerSettings:
     suspicion: float = 0.15
     """From here on a hearing goes on: the method did better than it should have."""
 
-    def margin_of(self, arm: Arm, current: Arm) -> float:
-        """Share by which a choice must win over what is in use."""
-        if arm == OFF or arm[0] == current[0]:
+    def margin_of(self, arm: Arm, current: Arm, is_dear: bool) -> float:
+        """Share by which a choice must win over what is in use. Where decisions are cheap, a wrong one is mended soon."""
+        if arm == OFF or arm[0] == current[0] or not is_dear:
             return self.margin
         return self.copies_margin if arm[0] in COPYING and current[0] not in COPYING else self.other_margin
 

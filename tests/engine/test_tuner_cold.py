@@ -92,8 +92,10 @@ def test_the_best_drafter_is_used_most_from_the_start_and_a_dear_one_hardly_hear
 
 def test_copies_alone_need_more_than_a_lucky_run() -> None:
     settings = TunerSettings()
-    assert settings.margin_of(("ngram", 7), ("good", 3)) > 2 * settings.margin_of(("poor", 3), ("good", 3))
-    assert settings.margin_of(("good", 4), ("good", 3)) == settings.margin_of(OFF, ("good", 3)) == settings.margin
+    copies, other = (settings.margin_of(arm, ("good", 3), is_dear=True) for arm in (("ngram", 7), ("poor", 3)))
+    assert copies > 2 * other > 2 * settings.margin
+    for arm, is_dear in ((("good", 4), True), (OFF, True), (("ngram", 7), False), (("poor", 3), False)):
+        assert settings.margin_of(arm, ("good", 3), is_dear) == settings.margin
     tuner = cold_tuner()
     run(tuner, 60, 1, {"good": 0.6})
     counts = run(tuner, 60, 2, {"good": 0.6}, right=0.35)
