@@ -61,7 +61,7 @@ class TunerSettings:
     """From here on a hearing goes on: the method did better than it should have."""
 
     def margin_of(self, arm: Arm, current: Arm, is_dear: bool) -> float:
-        """Share by which a choice must win over what is in use. Where decisions are cheap, a wrong one is mended soon."""
+        """Share by which a choice must win over what is in use. Cheap decisions soon mend a wrong one."""
         if arm == OFF or arm[0] == current[0] or not is_dear:
             return self.margin
         return self.copies_margin if arm[0] in COPYING and current[0] not in COPYING else self.other_margin
