@@ -48,7 +48,8 @@ def test_steps_captured_ahead_write_what_others_write(tmp_path: Path) -> None:
                 while more[-1]:
                     parts.loop.call(lambda: more.append(parts.loop.capture_ahead())).result(300)  # noqa: B023
                 captured = step.captured.num_graphs
-                assert captured >= 4 * len(parts.tuner.foreseen())
+                # For two laws each: drafts and the rest of a step; a plain step drafts nothing.
+                assert captured >= 2 * sum(1 + (depth > 0) for _, depth in parts.tuner.foreseen())
                 assert parts.tuner.known.verify_curve(0) and parts.tuner.known.draft_curve("mtp", 0)
             found.append(answers(parts))
             assert not ahead or step.captured.num_graphs == captured, "captured while an answer was written"
