@@ -165,6 +165,7 @@ def run_slot(
     if keeper:
         wait_for_readers(tickets + HV + key_head, GROUP * PARTS)
         store_columns(conv, qk_channels, qk_columns, COLUMNS)
+    # Lets the next kernel start, not before the readers' tickets are at zero: another layer counts in the same words.
     prepare_rows(
         prepared, qkv_ptr, a_ptr, b_ptr, ring_k, staged_qk, staged_v, count, head, key_head, part, keeper, rate, bias,
         qkv_stride, a_stride, b_stride, HK, HV, DK, DV, BLOCK_V, RING, TAPS, GATE_PARTS, EPS, PDL, NW,

@@ -171,6 +171,8 @@ def _check(x: Tensor, packed: PackedNvfp4 | PackedFp8, norm: Norm | None, fusion
     prepared, following = fusion.prepared, fusion.following
     if following is not None and (gated or packed.tile_rows != TILE_ROWS):
         raise ValueError(f"only a weight without gates in tiles of {TILE_ROWS} rows prepares what follows")
+    if prepared is not None and packed.tile_rows != TILE_ROWS:
+        raise ValueError(f"only a weight in tiles of {TILE_ROWS} rows takes prepared rows")
     for each, size in ((prepared, (rows, k)), (following, expected)):
         if each is not None and (tuple(each.weighted.shape) != size or len(each.squares) != -(-size[1] // TILE_ROWS)):
             raise ValueError(f"prepared rows must be {size}, got {tuple(each.weighted.shape)}")
