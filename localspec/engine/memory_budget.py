@@ -103,6 +103,18 @@ def context_limit(model: Model, ops: Ops, context_tokens: int | None, limit_byte
     return budget.context_tokens
 
 
+def fitting_tokens(
+    model: Model, ops: Ops, specs: Sequence[CacheSpec], limit_bytes: int | None, beside_bytes: int
+) -> int:
+    """The largest context for which `lay_out` finds room with the same arguments, 0 if there is none; on a processor
+    the usual one."""
+    if ops.device.type != "cuda":
+        return context_limit(model, ops, None, limit_bytes)
+    torch.cuda.empty_cache()
+    available = available_bytes(ops.device, limit_bytes)
+    return plan_memory(_demand(model, ops, specs), available - beside_bytes).context_tokens
+
+
 def lay_out(
     model: Model,
     ops: Ops,

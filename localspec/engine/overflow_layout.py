@@ -14,7 +14,7 @@ from localspec.cache.pool import CachePool
 from localspec.core.cache_spec import CacheSpec
 from localspec.core.memory_budget import CHUNK_TOKENS
 from localspec.core.records import MAX_ROWS, PAGE_TOKENS
-from localspec.engine.memory_budget import MemoryLayout, context_limit, lay_out
+from localspec.engine.memory_budget import MemoryLayout, fitting_tokens, lay_out
 from localspec.engine.tier_memory import PIECE_BYTES, host_memory_for
 from localspec.kernels.ops import Ops
 from localspec.models import Model
@@ -43,18 +43,20 @@ def split(
 ) -> SplitLayout:
     """Pages for a context on the device, or for `resident_tokens` of it (None: as many as fit) and the rest in host
     memory. Raises what `lay_out` raises where host memory does not hold the rest either."""
-    if resident_tokens is None or resident_tokens >= context_tokens:
-        try:
-            return SplitLayout(lay_out(model, ops, specs, context_tokens, limit_bytes))
-        except (ValueError, EngineError):
-            resident_tokens = _resident_tokens(model, ops, context_tokens, limit_bytes)
-            if not 0 < resident_tokens < context_tokens:
-                raise
     target = model.cache_spec
     num_layers = max(1, len(target.planes) // 2)
     wanted_pages = -(-(context_tokens + MAX_ROWS) // PAGE_TOKENS)
     page_bytes = PAGE_TOKENS * target.bytes_per_token
+    # Where the pages of a layer land that are not there.
     landing_bytes = 2 * wanted_pages * page_bytes // num_layers
+    if resident_tokens is None or resident_tokens >= context_tokens:
+        try:
+            return SplitLayout(lay_out(model, ops, specs, context_tokens, limit_bytes))
+        except (ValueError, EngineError):
+            fitting = fitting_tokens(model, ops, specs, limit_bytes, landing_bytes)
+            resident_tokens = fitting // PAGE_TOKENS * PAGE_TOKENS
+            if not 0 < resident_tokens < context_tokens:
+                raise
     memory = lay_out(model, ops, specs, resident_tokens, limit_bytes, landing_bytes)
     if memory.chunk_tokens is not None:
         # The ring that a chunk is read into must leave room for pages that stay.
@@ -82,10 +84,3 @@ def cold_pages_for(pool: CachePool, spec: CacheSpec, num_pages: int, table_pages
             raise EngineError("machine_cannot", f"{size / 1e9:.1f} GB of host memory could not be had for the cache.")
         host[name] = buffer
     return ColdPages(pool, host, num_pages, table_pages)
-
-
-def _resident_tokens(model: Model, ops: Ops, context_tokens: int, limit_bytes: int | None) -> int:
-    """As many as fit together with the ground where the others land."""
-    fitting = context_limit(model, ops, None, limit_bytes)
-    num_layers = max(1, len(model.cache_spec.planes) // 2)
-    return (fitting - 2 * (context_tokens - fitting) // num_layers) // PAGE_TOKENS * PAGE_TOKENS

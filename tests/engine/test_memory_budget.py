@@ -17,11 +17,11 @@ from localspec.core.memory_budget import (
     GRAPHS_BYTES,
     MANY_GRAPHS,
 )
-from localspec.core.records import MAX_SLOTS
+from localspec.core.records import MAX_SLOTS, PAGE_TOKENS
 from localspec.drafters import DrafterSetup, drafter_module
-from localspec.engine import memory_budget
+from localspec.engine import memory_budget, overflow_layout
 from localspec.engine.build import EngineOptions, assemble
-from localspec.engine.memory_budget import check_before_loading, context_limit, lay_out
+from localspec.engine.memory_budget import check_before_loading, context_limit, fitting_tokens, lay_out
 from localspec.engine.warm_up import warm_up
 from localspec.kernels.backends.reference import ReferenceOps
 from tests.helpers.engine import make_request, run, token_engine
@@ -85,6 +85,29 @@ def test_what_is_laid_out_fits_what_there_is(
         assert layout.budget.demand.fixed > 800 * MIB
     with pytest.raises(EngineError, match="can be had"):
         lay_out(model, on_a_card, [model.cache_spec], 4096, 800 * MIB)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_context_somewhat_too_large_is_split_and_not_refused(
+    on_a_card: ReferenceOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    """What stays leaves room for the ground where the others land, whatever drafters keep beside it."""
+    model: Any = load_model(random_checkpoint("qwen3", 3, tmp_path))
+    own = model.cache_spec
+    planes = tuple(dataclasses.replace(plane, name=f"{plane.name}{n}") for n in range(8) for plane in own.planes)
+    model.cache_spec, model.max_context_tokens = dataclasses.replace(own, planes=planes), 1 << 22
+    specs = [model.cache_spec, *([dataclasses.replace(own, owner="drafter")] if drafted else [])]
+    for mib in (1300, 1301, 1400, 1600):
+        fitting = fitting_tokens(model, on_a_card, specs, mib * MIB, 0)
+        for context in (fitting + 256, fitting + 4096, fitting * 5 // 4, fitting * 2):
+            try:
+                whole = lay_out(model, on_a_card, specs, context, mib * MIB).num_pages
+            except EngineError:
+                whole = 0
+            layout = overflow_layout.split(model, on_a_card, specs, context, mib * MIB, None)
+            landing = 2 * context * model.cache_spec.bytes_per_token * 2 // len(planes)
+            assert sum(layout.memory.parts.values()) + (0 if whole else landing) <= mib * MIB
+            assert whole or layout.memory.num_pages * PAGE_TOKENS < context
 
 
 def test_pytorch_stays_within_a_limit(on_a_card: ReferenceOps, tmp_path: Path) -> None:

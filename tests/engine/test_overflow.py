@@ -224,10 +224,10 @@ def test_a_context_that_does_not_fit_is_split(tmp_path: Path, monkeypatch: pytes
         return lay_out(model, ops, specs, tokens, limit)
 
     monkeypatch.setattr(overflow_layout, "lay_out", small)
-    monkeypatch.setattr(overflow_layout, "context_limit", lambda *_: 1024)
+    monkeypatch.setattr(overflow_layout, "fitting_tokens", lambda *_: 512)
     layout = overflow_layout.split(machine.model, machine.ops, [machine.model.cache_spec], LIMIT, None, None)
     assert 0 < layout.memory.num_pages < LIMIT // PAGE_TOKENS and layout.cold_pages > 0
-    monkeypatch.setattr(overflow_layout, "context_limit", lambda *_: 0)
+    monkeypatch.setattr(overflow_layout, "fitting_tokens", lambda *_: 0)
     with pytest.raises(ValueError, match="does not fit"):
         overflow_layout.split(machine.model, machine.ops, [machine.model.cache_spec], LIMIT, None, None)
 
