@@ -2,7 +2,8 @@
 
 Counts forget slowly while the work stays the same. When acceptance leaves what it was expected to be (a two-sided CUSUM
 of log-likelihood ratios, Page 1954), the counts give way to those since the departure began, so that a new kind of work
-is known from its first steps. Torch-free.
+is known from its first steps. Drafters of the same work tell of each other (a scalar Kalman filter, Kalman 1960, of the
+work and of each drafter's lead). Torch-free.
 """
 
 from __future__ import annotations
@@ -225,10 +226,6 @@ class Acceptance:
         curve = self.curve()
         weighted = sum(place * (curve[place] - curve[place - 1]) for place in range(1, depth + 1))
         return math.sqrt(self.lead_variance) * (1.0 - self.rate(0)) * weighted / curve[depth]
-
-    def tokens_per_step(self, depth: int) -> float:
-        """1 + the sum of survivals of the first `depth` drafts."""
-        return self.curve()[min(depth, MAX_POSITIONS - 1)]
 
     def _turn_to(self, side: _Departure) -> None:
         """The counts since the departure are those of the new work."""

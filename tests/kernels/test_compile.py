@@ -147,7 +147,7 @@ _WIDE_WINDOW = Case(
     "gdn_window_kernel",
     _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
     _WINDOW_FORM | {"BLOCK_V": 64, "NW": 8},
-    8,
+    num_warps=8,
     by_target=_DEPENDENT,
     exact=True,
     targets=(80, 89, 90, 100, 120),  # no card of 86 has room for all programs of a 27B
@@ -155,14 +155,11 @@ _WIDE_WINDOW = Case(
 CASES = (
     _WIDE_WINDOW,
     replace(_WIDE_WINDOW, constants=_WIDE_WINDOW.constants | {"NW": 4}, num_warps=4),  # of several slots
-    Case(
-        "gdn_window",
-        "gdn_window_kernel",
-        _PROJECTED | _WINDOW | {"tickets_ptr": INT32},
-        _WINDOW_FORM | {"BLOCK_V": 32, "NW": 4},
-        by_target=_DEPENDENT,
-        exact=True,
-        targets=(80, 86, 89, 120),  # those of 90 and 100 all have
+    replace(
+        _WIDE_WINDOW,
+        constants=_WIDE_WINDOW.constants | {"BLOCK_V": 32, "NW": 4},
+        num_warps=4,
+        targets=(80, 86, 89, 120),  # those of 90 and 100 all have room
     ),
     Case("gdn_fold", "gdn_fold_kernel", _WINDOW, {**HEADS, "RING": 16, "KI": 16}, 8),
     Case("gdn_fold", "gdn_shift_kernel", _PROJECTED | _WINDOW, {"TAPS": 4, "COLUMNS": 19, "BLOCK": 128}),
